@@ -1,0 +1,47 @@
+# `make demo` trains a tiny model; `make test` runs the tests. Both set up everything they need.
+# To use a Python that already has all packages: make test-gpu PYTHON=python3 (skips the set-up).
+VENV ?= .venv
+PYTHON ?= $(VENV)/bin/python
+
+ifeq ($(PYTHON),$(VENV)/bin/python)
+READY := $(VENV)/.ready
+endif
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-fast test-gpu lint format bench clean
+
+help:
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
+
+$(VENV)/.ready: pyproject.toml requirements/cpu.txt scripts/setup.sh
+	@scripts/setup.sh $(VENV)
+
+setup: $(READY) ## create .venv and install everything
+
+demo: $(READY) ## train a tiny model with GRPO and vLLM
+	$(PYTHON) -m examples.tiny.run
+
+test: $(READY) ## all tests that do not need a GPU
+	$(PYTHON) -m pytest -q -m "not gpu"
+
+test-fast: $(READY) ## the tests that take seconds
+	$(PYTHON) -m pytest -q -x -m "not vllm and not slow and not gpu"
+
+test-gpu: $(READY) ## the tests that need an NVIDIA GPU
+	$(PYTHON) -m pytest -q -m gpu
+
+lint: $(READY) ## style and types
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+format: $(READY) ## rewrite the code in the house style
+	$(PYTHON) -m ruff check --fix .
+	$(PYTHON) -m ruff format .
+
+bench: $(READY) ## every benchmark that this machine can run
+	$(PYTHON) -m benchmarks
+
+clean: ## remove the environment and what runs left behind
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache lightning_logs runs
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

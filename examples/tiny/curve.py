@@ -1,0 +1,54 @@
+"""The learning curve of a run as a picture, from its TensorBoard files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+TRAIN, HELD_OUT = "reward/mean", "val/reward"
+
+
+def read_scalars(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
+    """Return steps and values of every scalar below ``log_dir``, in order of step.
+
+    Raises:
+        ValueError: there is no event file with scalars.
+    """
+    # validate and fit each open a file of their own: steps that start again are not a restarted run to forget.
+    events = EventAccumulator(str(log_dir), size_guidance={SCALARS: 0}, purge_orphaned_data=False).Reload()
+    scalars = {}
+    for tag in events.Tags()[SCALARS]:
+        latest = {event.step: event.value for event in events.Scalars(tag)}
+        steps = sorted(latest)
+        scalars[tag] = (steps, [latest[step] for step in steps])
+    if not scalars:
+        raise ValueError(f"no TensorBoard scalars in {log_dir}: is it the folder of a finished run?")
+    return scalars
+
+
+def draw_curve(log_dir: str | Path, picture: str | Path | None = None) -> Path:
+    """Draw training and held-out reward over optimizer steps and return where the picture is.
+
+    Args:
+        log_dir: folder with the run's event files.
+        picture: PNG to write; None: ``reward.png`` in ``log_dir``.
+    """
+    scalars = read_scalars(log_dir)
+    picture = Path(picture or Path(log_dir) / "reward.png")
+    with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
+        # A Figure of its own, not pyplot's: nobody's backend or open figures are touched.
+        figure = Figure(figsize=(7, 4), layout="constrained")
+        axes = figure.subplots()
+        if TRAIN in scalars:
+            axes.plot(*scalars[TRAIN], color="#4c78a8", linewidth=1.3, label="training prompts, sampled")
+        if HELD_OUT in scalars:
+            axes.plot(*scalars[HELD_OUT], "o-", color="#f58518", markersize=5, label="held-out prompts, greedy")
+        axes.set(title="Largest of three digits", xlabel="optimizer step", ylabel="mean reward", ylim=(-0.02, 1.04))
+        axes.set_xlim(left=0)
+        axes.grid(axis="y", color="#dddddd", linewidth=0.7)
+        axes.legend(loc="lower right", frameon=False)
+        figure.savefig(picture, dpi=150)
+    return picture

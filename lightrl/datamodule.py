@@ -1,0 +1,271 @@
+"""Prompts in, optimizer steps' worth of rollouts out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch import LightningDataModule, Trainer
+
+from lightrl.distributed import all_objects, world_size
+from lightrl.policy import load_config
+from lightrl.prompts import load_rows, tokenize_prompts
+from lightrl.rewards import RewardSum
+from lightrl.rewards.base import RewardSpec
+from lightrl.strategies.base import RolloutStrategy
+from lightrl.stream import RolloutStream
+from lightrl.types import Prompt, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class SizedLoader:
+    """An iterable with a length: Lightning fetches its next item only when a step wants it, never one ahead.
+
+    Args:
+        size: items in an epoch.
+        item: makes item ``i`` of the epoch.
+    """
+
+    def __init__(self, size: int, item: Callable[[int], Any]) -> None:
+        self.size, self.item = size, item
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[Any]:
+        for i in range(self.size):
+            yield self.item(i)
+
+
+class RolloutDataModule(LightningDataModule):
+    """Samples completions of prompts, scores them and hands out optimizer steps.
+
+    Args:
+        train_prompts: parquet or JSON-lines file, ``datasets.Dataset``, or list; with a column ``prompt`` (text or
+            chat messages) and, for the reward, ``reward_model`` (``{"ground_truth": ...}``), ``ground_truth`` or
+            ``answer``. None: only validate.
+        reward: ``reward(completion, ground_truth, **columns) -> float``, its import path, a list, or a mapping of name
+            to reward or (reward, weight).
+        group_size: completions of each prompt.
+        prompts_per_step: prompts of one rollout batch, over all ranks.
+        max_completion_tokens: longest completion, its stop token included.
+        max_prompt_tokens: longest prompt; None: what the model's context leaves.
+        val_prompts: like ``train_prompts``.
+        val_batch_size: validation prompts generated at once on each rank; None: all.
+        val_group_size: completions of each validation prompt.
+        val_temperature: 0 takes the likeliest token.
+        temperature: of training samples.
+        epochs_per_rollout: passes over a rollout batch, reshuffled each time.
+        minibatches_per_rollout: optimizer steps a pass.
+        max_tokens_per_micro_batch: tokens, prompts included, that go through the model at once.
+        on_long_prompt: ``"raise"`` or ``"drop"`` (with a warning that counts them).
+        on_reward_error: ``"raise"``, or ``"exclude"`` the rollout from its group and from training.
+        reward_timeout: seconds that one call of a reward may take.
+        system_prompt: put before chats that have none.
+        template_kwargs: arguments of the chat template, such as ``{"enable_thinking": False}``.
+        shuffle: visit prompts in a new random order each epoch.
+        seed: of order and sampling; None: torch's, as ``seed_everything`` set it.
+        deterministic: a seed for each completion, so that what is sampled does not depend on how prompts are batched
+            (slower).
+        tokenizer: None: the model's.
+
+    Raises:
+        ValueError: an argument is out of range.
+    """
+
+    def __init__(
+        self,
+        train_prompts: Any,
+        reward: RewardSpec,
+        group_size: int = 8,
+        prompts_per_step: int = 64,
+        max_completion_tokens: int = 1024,
+        max_prompt_tokens: int | None = None,
+        val_prompts: Any = None,
+        val_batch_size: int | None = None,
+        val_group_size: int = 1,
+        val_temperature: float = 0.0,
+        temperature: float = 1.0,
+        epochs_per_rollout: int = 1,
+        minibatches_per_rollout: int = 1,
+        max_tokens_per_micro_batch: int = 16384,
+        on_long_prompt: Literal["raise", "drop"] = "raise",
+        on_reward_error: Literal["raise", "exclude"] = "raise",
+        reward_timeout: float = 60.0,
+        system_prompt: str | None = None,
+        template_kwargs: dict[str, Any] | None = None,
+        shuffle: bool = True,
+        seed: int | None = None,
+        deterministic: bool = False,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> None:
+        super().__init__()
+        counts = {
+            "group_size": group_size,
+            "prompts_per_step": prompts_per_step,
+            "max_completion_tokens": max_completion_tokens,
+            "val_group_size": val_group_size,
+            "epochs_per_rollout": epochs_per_rollout,
+            "minibatches_per_rollout": minibatches_per_rollout,
+            "max_tokens_per_micro_batch": max_tokens_per_micro_batch,
+        }
+        for name, value in counts.items():
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if minibatches_per_rollout > prompts_per_step * group_size:
+            raise ValueError(
+                f"minibatches_per_rollout={minibatches_per_rollout} is more than the {prompts_per_step * group_size} "
+                "rollouts of a step (prompts_per_step x group_size)"
+            )
+        self.train_prompts, self.val_prompts = train_prompts, val_prompts
+        self.group_size, self.prompts_per_step = group_size, prompts_per_step
+        self.max_completion_tokens, self.max_prompt_tokens = max_completion_tokens, max_prompt_tokens
+        self.val_batch_size, self.val_group_size, self.val_temperature = val_batch_size, val_group_size, val_temperature
+        self.temperature = Sampling(1, temperature=temperature).for_training().temperature
+        self.epochs_per_rollout, self.minibatches_per_rollout = epochs_per_rollout, minibatches_per_rollout
+        self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
+        self.on_long_prompt, self.system_prompt, self.template_kwargs = on_long_prompt, system_prompt, template_kwargs
+        self.rewards = RewardSum(reward, timeout=reward_timeout, on_error=on_reward_error)
+        self.shuffle, self.seed, self.deterministic = shuffle, seed, deterministic
+        self.tokenizer = tokenizer
+        self.max_sequence_tokens: int | None = None
+        """Longest prompt + completion in tokens, known after ``setup``: what the engine has to be able to hold."""
+        self._train: list[Prompt] = []
+        self._val: list[Prompt] = []
+        self._stream: RolloutStream | None = None
+
+    # -- set-up -------------------------------------------------------------------------------------------------------
+
+    def setup(self, stage: str) -> None:
+        """Read and tokenise what ``stage`` needs, before any model is loaded; a new ``fit`` begins at the first prompt.
+
+        Raises:
+            ValueError: the data, or its fit to model and ranks, is at fault.
+        """
+        module = self._module
+        self.tokenizer = self.tokenizer or module.tokenizer
+        self._check_fit(module, stage)
+        limit = self._prompt_limit(module)
+        if stage == "fit":
+            self._train = self._train or self._tokenize(self.train_prompts, limit)
+            self._check_training()
+        if self.val_prompts is not None:
+            self._val = self._val or self._tokenize(self.val_prompts, limit)
+        longest = max((len(p.token_ids) for p in self._train + self._val), default=0)
+        self.max_sequence_tokens = longest + self.max_completion_tokens
+        if stage == "fit" and self.max_sequence_tokens > self.max_tokens_per_micro_batch:
+            raise ValueError(
+                f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} cannot hold the longest prompt and "
+                f"completion, {longest} + {self.max_completion_tokens} tokens: raise it or lower max_completion_tokens"
+            )
+        if stage == "fit" or self._stream is None:
+            seed = torch.initial_seed() % 2**31 if self.seed is None else self.seed
+            self._stream = RolloutStream(self, self._train, all_objects(seed)[0])
+
+    @property
+    def _module(self) -> Any:
+        return self._the_trainer.lightning_module
+
+    @property
+    def _the_trainer(self) -> Trainer:
+        assert self.trainer is not None
+        return self.trainer
+
+    def _check_fit(self, module: Any, stage: str) -> None:
+        if not isinstance(self._the_trainer.strategy, RolloutStrategy):
+            name = type(self._the_trainer.strategy).__name__
+            raise ValueError(f"{name} cannot generate: use Trainer(strategy='colocated_vllm') or 'colocated_hf'")
+        if stage != "fit":
+            return
+        if self._the_trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"accumulate_grad_batches={self._the_trainer.accumulate_grad_batches}: one batch is already one whole "
+                "optimizer step. Its size is prompts_per_step; how much of it is on the device at once is "
+                "max_tokens_per_micro_batch"
+            )
+        if self.train_prompts is None:
+            raise ValueError("train_prompts is None: fit needs prompts to train on")
+        if self.group_size < module.min_group_size:
+            raise ValueError(
+                f"group_size={self.group_size}: {type(module).__name__} compares the completions of one prompt and "
+                f"needs at least {module.min_group_size}"
+            )
+
+    def _check_training(self) -> None:
+        if len(self._train) < self.prompts_per_step:
+            raise ValueError(
+                f"prompts_per_step={self.prompts_per_step} is more than the {len(self._train)} training prompts: lower "
+                "it or bring more prompts"
+            )
+        if self.prompts_per_step % world_size():
+            raise ValueError(
+                f"prompts_per_step={self.prompts_per_step} does not divide over {world_size()} ranks: use a multiple"
+            )
+
+    def _prompt_limit(self, module: Any) -> int | None:
+        config = (
+            load_config(module.model, trust_remote_code=module.trust_remote_code)
+            if isinstance(module.model, str)
+            else module.model.config
+        )
+        context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+        if context is None:
+            return self.max_prompt_tokens
+        left = context - self.max_completion_tokens
+        if left < 1:
+            raise ValueError(
+                f"max_completion_tokens={self.max_completion_tokens} leaves no room for a prompt in the "
+                f"model's context of {context} tokens"
+            )
+        return left if self.max_prompt_tokens is None else min(left, self.max_prompt_tokens)
+
+    def _tokenize(self, prompts: Any, limit: int | None) -> list[Prompt]:
+        assert self.tokenizer is not None
+        return tokenize_prompts(
+            load_rows(prompts),
+            self.tokenizer,
+            max_prompt_tokens=limit,
+            on_long_prompt=self.on_long_prompt,
+            system_prompt=self.system_prompt,
+            template_kwargs=self.template_kwargs,
+        )
+
+    # -- loaders ------------------------------------------------------------------------------------------------------
+
+    def train_dataloader(self) -> SizedLoader:
+        """One item is one optimizer step; prompts that do not fill a step are carried over into the next epoch."""
+        stream = self._require_stream()
+        rollout_batches = len(self._train) // self.prompts_per_step
+        return SizedLoader(rollout_batches * stream.steps_per_rollout, lambda _: stream.next_step())
+
+    def val_dataloader(self) -> SizedLoader:
+        """One item is a scored :class:`RolloutBatch`; every prompt is scored once, on one rank."""
+        stream, share = self._require_stream(), -(-len(self._val) // world_size())
+        size = self.val_batch_size or max(1, share)
+        return SizedLoader(-(-share // size), lambda i: stream.validation_batch(self._val, i, size))
+
+    def predict_dataloader(self) -> SizedLoader:
+        """Rollouts of the validation prompts."""
+        return self.val_dataloader()
+
+    def _require_stream(self) -> RolloutStream:
+        assert self._stream is not None, "setup has not run"
+        return self._stream
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the exact position in the stream of rollouts: order, cursor, seed, rollouts not used up."""
+        return self._stream.state_dict() if self._stream else {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where ``state_dict`` was taken."""
+        if self._stream:
+            self._stream.load_state_dict(state_dict)
+
+    def teardown(self, stage: str) -> None:
+        """End the threads that rewards run on."""
+        self.rewards.close()

@@ -1,0 +1,38 @@
+"""Collectives that are no-ops on one process, on whatever device the process group speaks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def world_size() -> int:
+    """Number of processes; 1 without a process group."""
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def rank() -> int:
+    """This process's rank; 0 without a process group."""
+    return dist.get_rank() if world_size() > 1 else 0
+
+
+def all_sum(values: Tensor) -> Tensor:
+    """Sum ``values`` (any shape) over all ranks; returned on the device it came from."""
+    if world_size() == 1:
+        return values
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    moved = values.to(device, copy=True)
+    dist.all_reduce(moved)
+    return moved.to(values.device)
+
+
+def all_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Gather one picklable object from every rank of ``group``, in rank order."""
+    if world_size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return gathered

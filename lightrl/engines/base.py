@@ -1,0 +1,39 @@
+"""What every engine offers: token ids in; token ids, logprobs and versions out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+from lightrl.types import Completion, Sampling
+
+
+class WeightSyncError(RuntimeError):
+    """The engine does not hold the policy's weights."""
+
+
+class Engine(Protocol):
+    """An inference engine in this process. Every call is collective over the ranks that share it."""
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling, policy_version: int) -> list[list[Completion]]:
+        """Return ``sampling.num_completions`` completions of each prompt, stamped with ``policy_version``."""
+
+    def score(self, sequences: list[list[int]]) -> list[Tensor]:
+        """Return, for each sequence of L tokens, float32 [L - 1]: logprobs of tokens 2..L at temperature 1."""
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Take (checkpoint name, full tensor) pairs, all of them, and forget what was cached under older weights."""
+
+    def sleep(self) -> bool:
+        """Give memory back; return whether the weights are gone and have to be loaded again."""
+
+    def wake_weights(self) -> None:
+        """Take the memory of the weights again."""
+
+    def wake_cache(self) -> None:
+        """Take the memory of the KV cache again; ``generate`` and ``score`` work from here on."""
+
+    def close(self) -> None:
+        """Release everything; may be called twice."""

@@ -1,0 +1,125 @@
+"""Everything that depends on a vLLM version (0.26 to 0.33), or undoes what vLLM does to the process it lives in."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+_DEFAULTS = {
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the trainer's threads live in the same process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an iterator over our tensors cannot reach an engine in another process
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+# What is meant here although it is warned of, by logger: an eager engine without a tokenizer, CPU limits, own seeds.
+_MEANT = {
+    "torch._library.triton": ("Triton not available",),
+    "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
+    "vllm.engine.arg_utils": ("The global random seed is set",),
+    "vllm.model_executor.model_loader.reload.layerwise": ("RotaryEmbedding: Failed", "ParallelLMHead: Failed"),
+    "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
+    "vllm.renderers.base": ("Chat template warmup failed", "Using None for"),
+    "vllm.triton_utils.dispatcher": ("Kernel vllm.",),
+    "vllm.v1.worker.cpu_worker": ("CPU backend doesn't allow", "sleep mode is not supported", "lib"),
+}
+
+
+def _leave_out(prefixes: tuple[str, ...]) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: not record.getMessage().startswith(prefixes)
+
+
+def _silence() -> None:
+    for name, prefixes in _MEANT.items():
+        logger = logging.getLogger(name)
+        if not logger.filters:  # on the logger itself: vLLM makes its handlers anew with every engine
+            logger.addFilter(_leave_out(prefixes))
+
+
+def import_vllm() -> Any:
+    """Import vLLM for use in this process.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    for name, value in _DEFAULTS.items():
+        os.environ.setdefault(name, value)
+    try:
+        import vllm
+    except ImportError as error:
+        raise ValueError(
+            "strategy='colocated_vllm' needs vLLM, which is not installed here: pip install 'lightrl-trainer[vllm]' on "
+            f"a GPU machine or 'lightrl-trainer[cpu]' on a CPU; strategy='colocated_hf' works without it. ({error})"
+        ) from error
+    _silence()
+    return vllm
+
+
+@contextmanager
+def torchrun_environment(rank: int, local_rank: int, world_size: int) -> Iterator[None]:
+    """Set the variables that vLLM's external launcher reads while it is built, and put the old ones back after it."""
+    values = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update({name: str(value) for name, value in values.items()})
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29500")
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@contextmanager
+def process_kept() -> Iterator[None]:
+    """Keep or undo what building an engine does to its process: threads, memory binding, frozen garbage, warnings."""
+    set_num_threads, threads = torch.set_num_threads, torch.get_num_threads()
+    ops: Any = torch.ops._C
+    ops.init_cpu_memory_env = lambda nodes: None  # it would bind the trainer's memory to one NUMA node too
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", category=FutureWarning)
+            yield
+    finally:
+        del ops.init_cpu_memory_env
+        torch.set_num_threads = set_num_threads
+        torch.set_num_threads(threads)
+        os.environ.pop("VLLM_DIST_IDENT", None)
+        gc.unfreeze()
+
+
+def model_of(llm: Any) -> torch.nn.Module:
+    """Return the engine's own module on this rank."""
+    worker = llm.llm_engine.model_executor.driver_worker
+    worker = getattr(worker, "worker", worker)
+    return worker.get_model()  # type: ignore[no-any-return]
+
+
+def repack_tied_head(model: torch.nn.Module) -> None:
+    """Have a tied head on the CPU take over the embedding's values: it keeps a packed copy that no reload touches."""
+    for module in model.modules():
+        if type(module).__name__ == "ParallelLMHead" and next(module.parameters()).device.type == "cpu":
+            quant_method: Any = module.quant_method
+            quant_method.process_weights_after_loading(module)
+
+
+def shut_down(llm: Any) -> None:
+    """End an in-process engine, but not the trainer's default process group, which its finalizer would destroy."""
+    from vllm.distributed import parallel_state
+
+    finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
+    if finalizer is not None:
+        finalizer.detach()
+    llm.llm_engine.model_executor.shutdown()
+    parallel_state.destroy_model_parallel()
+    world = parallel_state._WORLD
+    if world is not None:
+        world.destroy()
+        parallel_state._WORLD = None

@@ -1,0 +1,208 @@
+"""vLLM in the trainer's process: one engine for each tensor-parallel group of ranks."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightrl.distributed import all_objects, rank, world_size
+from lightrl.engines import compat
+from lightrl.engines.base import WeightSyncError
+from lightrl.engines.fingerprint import Fingerprint
+from lightrl.rng import derive_seed, forked_rng
+from lightrl.types import Completion, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_CPU_CACHE_BYTES = 2**28
+
+
+class VLLMEngine:
+    """An ``LLM`` on this rank's device, sharing it with the trainer.
+
+    It is built from the policy's configuration alone, with placeholder weights: the first push brings the real ones.
+
+    Args:
+        policy: the trained model, for its configuration.
+        local_rank: index of this rank's device on its host.
+        device: that device.
+        dtype: of the engine's weights.
+        tensor_parallel_size: ranks that share one engine; a divisor of the number of ranks.
+        max_model_len: longest prompt + completion in tokens.
+        trust_remote_code: run code that comes with the model.
+        engine_args: further arguments of ``vllm.LLM``, which win over the ones chosen here.
+
+    Raises:
+        ValueError: vLLM is not installed, or the ranks do not divide into groups of ``tensor_parallel_size``.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        *,
+        local_rank: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        tensor_parallel_size: int = 1,
+        max_model_len: int | None = None,
+        trust_remote_code: bool = False,
+        engine_args: dict[str, Any] | None = None,
+    ) -> None:
+        if world_size() % tensor_parallel_size:
+            raise ValueError(
+                f"{world_size()} ranks do not divide into groups of tensor_parallel_size={tensor_parallel_size}"
+            )
+        vllm = compat.import_vllm()
+        self.device, self.dtype = device, dtype
+        self._tp_size = tensor_parallel_size
+        self._tp_index, self._tp_rank = divmod(rank(), tensor_parallel_size)
+        self._tp_group = _own_group(tensor_parallel_size)
+        self._config = tempfile.TemporaryDirectory(prefix="lightrl-")
+        args = {
+            "model": _config_folder(policy, Path(self._config.name), trust_remote_code),
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "dtype": str(dtype).removeprefix("torch."),
+            "distributed_executor_backend": "external_launcher",
+            "tensor_parallel_size": tensor_parallel_size,
+            "max_model_len": max_model_len,
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "trust_remote_code": trust_remote_code,
+            "disable_log_stats": True,
+            "seed": self._tp_index,
+            "enable_sleep_mode": device.type == "cuda",
+            **_cpu_args(device),
+            **(engine_args or {}),
+        }
+        with forked_rng(0), compat.process_kept(), compat.torchrun_environment(rank(), local_rank, world_size()):
+            self.llm: Any = vllm.LLM(**args)
+
+    def generate(self, prompts: list[list[int]], sampling: Sampling, policy_version: int) -> list[list[Completion]]:
+        """See :class:`~lightrl.engines.base.Engine`."""
+        shared = all_objects((prompts, sampling.prompt_seeds), self._tp_group) if self._tp_size > 1 else None
+        everyone = [p for theirs, _ in shared for p in theirs] if shared else prompts
+        seeds = [s for _, theirs in shared for s in theirs] if shared else list(sampling.prompt_seeds)
+        outputs = self._sample(everyone, seeds, sampling) if everyone else []
+        start = sum(len(theirs) for theirs, _ in shared[: self._tp_rank]) if shared else 0
+        own = outputs[start : start + len(prompts)]
+        return [[_completion(sample, policy_version) for sample in samples] for samples in own]
+
+    def _sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[list[Any]]:
+        from vllm import SamplingParams
+
+        n = sampling.num_completions
+        options: dict[str, Any] = {
+            "max_tokens": sampling.max_completion_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "min_p": sampling.min_p,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "logprobs": 0,
+            "flat_logprobs": True,
+            "detokenize": False,
+        }
+        if not seeds:
+            outputs = self._run(prompts, SamplingParams(n=n, **options), derive_seed(sampling.seed, self._tp_index))
+            return [list(o.outputs) for o in outputs]
+        # A request with n > 1 would give its samples seed + i, which collides between prompts.
+        params = [SamplingParams(n=1, seed=derive_seed(s, i), **options) for s in seeds for i in range(n)]
+        outputs = self._run([p for p in prompts for _ in range(n)], params, sampling.seed)
+        flat = [o.outputs[0] for o in outputs]
+        return [flat[i : i + n] for i in range(0, len(flat), n)]
+
+    def _run(self, prompts: list[list[int]], params: Any, seed: int) -> list[Any]:
+        from vllm.inputs import TokensPrompt
+
+        with torch.no_grad(), forked_rng(seed):
+            return self.llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)  # type: ignore[no-any-return]
+
+    def score(self, sequences: list[list[int]]) -> list[Tensor]:
+        """See :class:`~lightrl.engines.base.Engine`."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
+        scored = []
+        for ids, output in zip(sequences, self._run(sequences, params, 0), strict=True):
+            rows = output.prompt_logprobs[1:]
+            scored.append(torch.tensor([row[token].logprob for row, token in zip(rows, ids[1:], strict=True)]))
+        return scored
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """See :class:`~lightrl.engines.base.Engine`.
+
+        Raises:
+            WeightSyncError: a tensor did not arrive as it was sent (it is named), or a cache of older weights stays.
+        """
+        model = compat.model_of(self.llm)
+        fingerprint = Fingerprint(model, self._tp_rank)
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": fingerprint.watch(weights)})
+        compat.repack_tied_head(model)
+        with torch.no_grad():
+            wrong = fingerprint.mismatches()
+        if wrong:
+            raise WeightSyncError(f"after the push the engine does not hold what was sent as {', '.join(wrong[:8])}")
+        if not self.llm.reset_prefix_cache():
+            raise WeightSyncError("vLLM kept its prefix cache after new weights: requests still hold blocks of it")
+
+    def sleep(self) -> bool:
+        """See :class:`~lightrl.engines.base.Engine`: weights and cache are dropped, where the device can."""
+        self.llm.sleep(level=2)
+        return self.device.type == "cuda"
+
+    def wake_weights(self) -> None:
+        """See :class:`~lightrl.engines.base.Engine`."""
+        self.llm.wake_up(tags=["weights"])
+
+    def wake_cache(self) -> None:
+        """See :class:`~lightrl.engines.base.Engine`."""
+        self.llm.wake_up(tags=["kv_cache"])
+
+    def close(self) -> None:
+        """See :class:`~lightrl.engines.base.Engine`."""
+        if self.llm is not None:
+            compat.shut_down(self.llm)
+            self.llm = None
+            self._config.cleanup()
+
+
+def _own_group(size: int) -> dist.ProcessGroup | None:
+    if size == 1:
+        return None
+    ranks = [list(range(i, i + size)) for i in range(0, world_size(), size)]
+    groups: list[dist.ProcessGroup] = [dist.new_group(r, backend="gloo") for r in ranks]  # on every rank, all of them
+    return groups[rank() // size]
+
+
+def _config_folder(policy: PreTrainedModel, folder: Path, trust_remote_code: bool) -> str:
+    if trust_remote_code:
+        return str(policy.config.name_or_path)  # the folder with the model's own code
+    policy.config.architectures = [
+        c.__name__ for c in type(policy).__mro__ if c.__module__.startswith("transformers.")
+    ][:1]
+    policy.config.save_pretrained(folder)
+    return str(folder)
+
+
+def _cpu_args(device: torch.device) -> dict[str, Any]:
+    return {} if device.type == "cuda" else {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_CACHE_BYTES}
+
+
+def _completion(sample: Any, policy_version: int) -> Completion:
+    if sample.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a completion with finish_reason={sample.finish_reason!r}")
+    ids = list(sample.token_ids)
+    return Completion(
+        token_ids=ids,
+        logprobs=torch.tensor(list(sample.logprobs.logprobs), dtype=torch.float32),
+        policy_versions=torch.full((len(ids),), policy_version, dtype=torch.int64),
+        truncated=sample.finish_reason == "length",
+    )

@@ -1,0 +1,192 @@
+"""The policy: any Hugging Face causal language model, loaded, and run on packed rollouts for its token logprobs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lightrl.attention import packed_rows, takes_packed_rows
+from lightrl.logprobs import chunked_token_logprobs, entropy, token_logprobs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from lightrl.packing import MicroBatch
+
+
+def load_policy(model: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """Load a causal language model in float32 on the CPU, without dropout: a ratio of 1 must be possible.
+
+    Args:
+        model: folder or hub name.
+        trust_remote_code: run code that comes with the model.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with _model_errors(model), _quiet_loading():
+        policy: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+    without_dropout(policy).train()
+    return policy
+
+
+def load_tokenizer(model: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of ``model``; ValueError where there is none."""
+    from transformers import AutoTokenizer
+
+    with _model_errors(model):
+        return AutoTokenizer.from_pretrained(model, trust_remote_code=trust_remote_code)
+
+
+def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
+    """Load the configuration of ``model`` without its weights; ValueError where there is none."""
+    from transformers import AutoConfig
+
+    with _model_errors(model):
+        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
+
+
+@contextmanager
+def _quiet_loading() -> Iterator[None]:
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+
+
+@contextmanager
+def _model_errors(model: str | Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"cannot load {str(model)!r}: {error}\nGive a folder with config.json, tokenizer and safetensors, "
+            "or the name of a model on the hub."
+        ) from error
+
+
+def without_dropout(policy: PreTrainedModel) -> PreTrainedModel:
+    """Set every dropout rate of ``policy`` to 0 and return it."""
+    for module in policy.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        if isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0  # type: ignore[assignment]
+    return policy
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the decoder layers of ``model``: the blocks that transformers says must not be split.
+
+    Raises:
+        ValueError: the model names none and has no list of equal blocks.
+    """
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    layers = [m for m in model.modules() if type(m).__name__ in names]
+    if not layers:
+        stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and len({type(x) for x in m}) == 1]
+        layers = max(map(list, stacks), key=len, default=[])
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no decoder layers that lightrl can find (_no_split_modules is empty)"
+        )
+    return layers
+
+
+class PolicyForward:
+    """Runs a model on a micro-batch and returns the logprob of each completion token.
+
+    The head works on the completion's positions only and never holds full-vocabulary float32 logits. Models that change
+    logits after the head (soft-capping, scaling) are noticed at their first forward and take the plain path.
+
+    Args:
+        packed: lay sequences end to end (None: where the model's attention allows it) or pad them.
+    """
+
+    def __init__(self, packed: bool | None = None) -> None:
+        self.packed = packed
+        self._head_is_last = True
+
+    def __call__(self, model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Return (logprobs [N], entropy [N]) in float32 at the sampling temperature; entropy has no gradient."""
+        if self._head_is_last:
+            result = self._fused(model, micro)
+            if result is not None:
+                return result
+            self._head_is_last = False
+        logits = _at(self._run(model, micro).logits, self._index(model, micro))
+        logprobs = token_logprobs(logits, micro.targets, micro.temperature)
+        return logprobs, entropy(logits.detach(), micro.temperature)
+
+    def _fused(self, model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor, Tensor] | None:
+        head: Any = model.get_output_embeddings()
+        index = self._index(model, micro)
+        found: list[Tensor] = []
+
+        def logprobs_instead(hidden: Tensor) -> Tensor:
+            # Here, inside the root's forward, FSDP2 has the (perhaps tied) weight gathered.
+            found.extend(
+                chunked_token_logprobs(
+                    _at(hidden, index), head.weight, micro.targets, bias=head.bias, temperature=micro.temperature
+                )
+            )
+            return found[0]
+
+        head.forward = logprobs_instead
+        try:
+            out = self._run(model, micro)
+        finally:
+            del head.forward
+        return (found[0], found[1]) if found and out.logits is found[0] else None
+
+    def _run(self, model: PreTrainedModel, micro: MicroBatch) -> Any:
+        if self._is_packed(model):
+            with packed_rows(model):
+                return model(
+                    input_ids=micro.input_ids[None],
+                    position_ids=micro.position_ids[None],
+                    layout=micro.layout(),
+                    use_cache=False,
+                )
+        row, column = _rows(micro)
+        shape = (len(micro.lengths), max(micro.lengths))
+        ids = micro.input_ids.new_zeros(shape)
+        mask = torch.zeros_like(ids)
+        ids[row, column] = micro.input_ids
+        mask[row, column] = 1
+        return model(input_ids=ids, attention_mask=mask, use_cache=False)
+
+    def _index(self, model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor | int, Tensor]:
+        if self._is_packed(model):
+            return 0, micro.logit_index
+        row, column = _rows(micro)
+        return row[micro.logit_index], column[micro.logit_index]
+
+    def _is_packed(self, model: PreTrainedModel) -> bool:
+        if self.packed is None:
+            self.packed = takes_packed_rows(model)
+        return self.packed
+
+
+def _rows(micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    device = micro.input_ids.device
+    sizes = torch.tensor(micro.lengths, device=device)
+    return torch.repeat_interleave(torch.arange(len(micro.lengths), device=device), sizes), micro.position_ids
+
+
+def _at(rows: Tensor, index: tuple[Tensor | int, Tensor]) -> Tensor:
+    return rows[index[0], index[1]]

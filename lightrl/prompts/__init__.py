@@ -1,0 +1,11 @@
+"""Prompts: rows from any source, tokenised once, in a resumable order.
+
+Left out: cutting long prompts. A cut prompt is another prompt (its role markers go first), so long ones are refused
+or dropped.
+"""
+
+from lightrl.prompts.chat import check_pad_token, stop_token_ids, tokenize_prompts
+from lightrl.prompts.order import PromptOrder
+from lightrl.prompts.rows import ground_truth, load_rows
+
+__all__ = ["PromptOrder", "check_pad_token", "ground_truth", "load_rows", "stop_token_ids", "tokenize_prompts"]

@@ -1,0 +1,230 @@
+"""The weighted sum of reward terms, checked and with a deadline on every call."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from lightrl.rewards.base import RewardSpec, RewardTerm, check_batch, check_value, make_terms, shorten
+from lightrl.rewards.event_loop import EventLoopThread
+from lightrl.rewards.pool import Outcome, RewardTimeoutError, run_calls
+from lightrl.types import Prompt
+
+
+@dataclass(slots=True)
+class Score:
+    """What one completion got."""
+
+    total: float | None = None
+    """Weighted sum of the terms that are not None; None where every term abstained."""
+    terms: dict[str, float | None] = field(default_factory=dict)
+    """Each function's own value, before weights; None where it abstained or was excluded."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of one term, for the completions at ``positions``."""
+
+    term: RewardTerm
+    positions: list[int]
+    run: Callable[[], Any]
+
+
+class RewardSum:
+    """Scores completions with one or more reward functions.
+
+    A reward is ``reward(completion, ground_truth, **columns) -> float``: the first parameter takes the completion text,
+    the second the ground truth (unless it is named after a column), all others take the column of their name;
+    ``**kwargs`` takes all. With a parameter ``completions`` it is called once, with lists (``completions``,
+    ``ground_truths``, ``prompts``, each column), and returns one value for each completion. ``completion_ids`` are the
+    token ids. ``async def`` runs on an event loop, everything else on threads. None means "I abstain".
+
+    Args:
+        rewards: A function, an import path, a list of those, or a mapping of name to reward or ``(reward, weight)``.
+        weights: One for each reward of a list.
+        timeout: Seconds that one call may take.
+        workers: Threads that run calls.
+        on_error: What becomes of a call that raises, takes too long, or returns NaN or infinity: ``"raise"`` raises and
+            names it, ``"exclude"`` makes the term None for its completions, counts them in :attr:`failures` and warns
+            once a function. A result of the wrong type or length always raises.
+        max_async_calls: How many calls of async rewards run at the same time.
+
+    Raises:
+        ValueError: If an argument is out of range, or a reward is none.
+
+    Example:
+        >>> scorer = RewardSum({"right": lambda text, truth: text == truth, "short": (lambda text: -len(text), 0.1)})
+        >>> scorer.score(["42"], [Prompt([1], ground_truth="42")])[0].total
+        0.8
+    """
+
+    def __init__(
+        self,
+        rewards: RewardSpec,
+        *,
+        weights: Sequence[float] | None = None,
+        timeout: float = 60.0,
+        workers: int = 8,
+        on_error: Literal["raise", "exclude"] = "raise",
+        max_async_calls: int = 256,
+    ) -> None:
+        if on_error not in ("raise", "exclude"):
+            raise ValueError(f"on_error={on_error!r}: must be 'raise' or 'exclude'.")
+        for name, value in (("timeout", timeout), ("workers", workers), ("max_async_calls", max_async_calls)):
+            if not value > 0:
+                raise ValueError(f"{name}={value}: must be more than 0.")
+        self.terms = make_terms(rewards, weights)
+        self.timeout = timeout
+        self.workers = workers
+        self.on_error = on_error
+        self.failures: dict[str, int] = {term.name: 0 for term in self.terms}
+        """Completions excluded so far, by term."""
+        self._loop = EventLoopThread(timeout, max_async_calls)
+
+    def score(
+        self, texts: Sequence[str], prompts: Sequence[Prompt], completion_ids: Sequence[list[int]] | None = None
+    ) -> list[Score]:
+        """Score N completions.
+
+        Args:
+            texts: N completions as text.
+            prompts: The prompt of each, N of them.
+            completion_ids: The token ids of each, for rewards that want them.
+
+        Returns:
+            N scores, in the same order.
+
+        Raises:
+            ValueError: If the lengths differ, a reward wants a column that is not there, or it returns neither a finite
+                number nor None (NaN and infinity: under ``on_error="raise"``), or not one value for each completion.
+            RuntimeError: Under ``on_error="raise"``, if a call raises or takes too long; its cause is the original
+                exception.
+        """
+        if len(texts) != len(prompts) or (completion_ids is not None and len(completion_ids) != len(texts)):
+            ids = "" if completion_ids is None else f" and {len(completion_ids)} lists of token ids"
+            raise ValueError(
+                f"{len(texts)} completions, {len(prompts)} prompts{ids}: give one of each for each completion."
+            )
+        scores = [Score(terms={term.name: None for term in self.terms}) for _ in texts]
+        if not texts:
+            return scores
+        calls = [call for term in self.terms for call in _make_calls(term, texts, prompts, completion_ids)]
+        for call, outcome in self._run(calls):
+            for position, value in zip(call.positions, self._values(call, outcome, texts, prompts), strict=True):
+                scores[position].terms[call.term.name] = value
+        for score in scores:
+            score.total = self._total(score.terms)
+        return scores
+
+    def close(self) -> None:
+        """End the event loop of async rewards, if one was started."""
+        self._loop.close()
+
+    def _total(self, values: dict[str, float | None]) -> float | None:
+        given = [(term.weight, value) for term in self.terms if (value := values[term.name]) is not None]
+        return sum(weight * value for weight, value in given) if given else None
+
+    def _run(self, calls: list[_Call]) -> list[tuple[_Call, Outcome]]:
+        waiting = [call for call in calls if call.term.asynchronous]
+        working = [call for call in calls if not call.term.asynchronous]
+        fail_fast = self.on_error == "raise"
+        job = self._loop.start([call.run for call in waiting], fail_fast)
+        done = run_calls(
+            [call.run for call in working], timeout=self.timeout, workers=self.workers, fail_fast=fail_fast
+        )
+        ended = [(c, o) for c, o in zip(working, done, strict=True) if o is not None]
+        if fail_fast and any(outcome.error for _, outcome in ended):
+            job.done.set()
+        ended += [(c, o) for c, o in zip(waiting, self._loop.wait(job), strict=True) if o is not None]
+        # An error stops the others, so it comes before what they would have returned.
+        return sorted(ended, key=lambda pair: pair[1].error is None)
+
+    def _values(
+        self, call: _Call, outcome: Outcome, texts: Sequence[str], prompts: Sequence[Prompt]
+    ) -> list[float | None]:
+        n = len(call.positions)
+        if outcome.error is not None:
+            self._failed(call.term, call.positions, texts, prompts, outcome.error)
+            return [None] * n
+        values = [outcome.value]
+        if call.term.batched:
+            try:
+                values = check_batch(outcome.value, n)
+            except TypeError as error:
+                raise ValueError(
+                    f"reward {call.term.name!r} must return a list of {n} values, one for each completion, "
+                    f"and returned {error}. The first completion: {shorten(texts[call.positions[0]])}"
+                ) from error
+        return [
+            self._value(call.term, i, value, texts, prompts) for i, value in zip(call.positions, values, strict=True)
+        ]
+
+    def _value(
+        self, term: RewardTerm, position: int, value: Any, texts: Sequence[str], prompts: Sequence[Prompt]
+    ) -> float | None:
+        try:
+            return check_value(value)
+        except (TypeError, ValueError) as error:
+            bad = ValueError(
+                f"reward {term.name!r} must return a finite number or None and returned {error}, "
+                f"{_where(position, texts, prompts)}"
+            )
+            if isinstance(error, TypeError) or self.on_error == "raise":
+                raise bad from error
+            self._failed(term, [position], texts, prompts, bad)
+            return None
+
+    def _failed(
+        self,
+        term: RewardTerm,
+        positions: list[int],
+        texts: Sequence[str],
+        prompts: Sequence[Prompt],
+        error: BaseException,
+    ) -> None:
+        first = self.failures[term.name] == 0
+        self.failures[term.name] += len(positions)
+        what = str(error) if isinstance(error, RewardTimeoutError) else f"{type(error).__name__}: {error}"
+        many = f" (and {len(positions) - 1} more of its batch)" if len(positions) > 1 else ""
+        facts = f"reward {term.name!r} failed {_where(positions[0], texts, prompts)}{many}: {what}"
+        if self.on_error == "raise":
+            raise RuntimeError(f"{facts}. on_error='exclude' would leave such completions out.") from error
+        if first:
+            warnings.warn(f"{facts}. It is left out there; further ones are only counted.", stacklevel=4)
+
+
+def _make_calls(
+    term: RewardTerm, texts: Sequence[str], prompts: Sequence[Prompt], completion_ids: Sequence[list[int]] | None
+) -> list[_Call]:
+    if term.batched:
+        lists = _columns_as_lists(texts, prompts, completion_ids)
+        args, kwargs = term.bind_batch(lists)
+        return [_Call(term, list(range(len(texts))), partial(term.function, *args, **kwargs))]
+    calls = []
+    for i, (text, prompt) in enumerate(zip(texts, prompts, strict=True)):
+        columns = {"prompt": prompt.text} | prompt.columns | {"ground_truth": prompt.ground_truth}
+        if completion_ids is not None:
+            columns["completion_ids"] = completion_ids[i]
+        args, kwargs = term.bind(text, prompt.ground_truth, columns)
+        calls.append(_Call(term, [i], partial(term.function, *args, **kwargs)))
+    return calls
+
+
+def _columns_as_lists(
+    texts: Sequence[str], prompts: Sequence[Prompt], completion_ids: Sequence[list[int]] | None
+) -> dict[str, list[Any]]:
+    names = dict.fromkeys(name for prompt in prompts for name in prompt.columns)
+    lists: dict[str, list[Any]] = {name: [prompt.columns.get(name) for prompt in prompts] for name in names}
+    truths = [prompt.ground_truth for prompt in prompts]
+    lists |= {"completions": list(texts), "ground_truth": truths, "ground_truths": list(truths)}
+    lists["prompts"] = [prompt.columns.get("prompt", prompt.text) for prompt in prompts]
+    if completion_ids is not None:
+        lists["completion_ids"] = list(completion_ids)
+    return lists
+
+
+def _where(position: int, texts: Sequence[str], prompts: Sequence[Prompt]) -> str:
+    return f"on prompt row {prompts[position].index}, completion {shorten(texts[position])}"

@@ -1,0 +1,100 @@
+"""Where rollouts come from: the strategy samples, rewards score, the module adds logprobs and advantages."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightrl.distributed import all_objects
+from lightrl.rewards import RewardSum
+from lightrl.types import Prompt, Rollout, RolloutBatch, RolloutGroup, Sampling
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from lightrl.strategies import RolloutStrategy
+
+
+class RolloutSource:
+    """Turns prompts into scored groups of rollouts, on this rank.
+
+    Args:
+        strategy: samples completions.
+        tokenizer: decodes them, for rewards and for people.
+        rewards: scores them.
+    """
+
+    def __init__(self, strategy: RolloutStrategy, tokenizer: PreTrainedTokenizerBase, rewards: RewardSum) -> None:
+        self.strategy, self.tokenizer, self.rewards = strategy, tokenizer, rewards
+
+    def rollout(self, prompts: list[Prompt], sampling: Sampling) -> RolloutBatch:
+        """Sample and score. All ranks call it together, each with its own prompts (perhaps none)."""
+        completions = self.strategy.generate([p.token_ids for p in prompts], sampling)
+        generated = time.perf_counter()
+        texts = self._decode([c.token_ids for group in completions for c in group])
+        owners = [p for p, group in zip(prompts, completions, strict=True) for _ in group]
+        scores = self.rewards.score(texts, owners, [c.token_ids for group in completions for c in group])
+        seconds = self.strategy.seconds | {"time/reward": time.perf_counter() - generated}
+        rest = iter(zip(texts, scores, strict=True))
+        groups = []
+        for group_id, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
+            rollouts = []
+            for completion in group:
+                text, score = next(rest)
+                rollouts.append(
+                    Rollout(
+                        prompt_ids=prompt.token_ids,
+                        completion_ids=completion.token_ids,
+                        rollout_logprobs=completion.logprobs,
+                        reward=score.total,
+                        reward_terms=score.terms,
+                        policy_versions=completion.policy_versions,
+                        truncated=completion.truncated,
+                        text=text,
+                        group_id=group_id,
+                    )
+                )
+            groups.append(RolloutGroup(prompt, rollouts))
+        return RolloutBatch(groups, self.strategy.policy_version, sampling.temperature, seconds)
+
+    def _decode(self, ids: list[list[int]]) -> list[str]:
+        return self.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+
+
+def measure(batch: RolloutBatch, version_now: int) -> dict[str, tuple[float, float]]:
+    """Return (sum, count) on this rank of each metric of a rollout batch (a collective).
+
+    Args:
+        batch: scored rollouts.
+        version_now: optimizer steps done.
+    """
+    rollouts = batch.rollouts
+    rewards = [r.reward for r in rollouts if r.reward is not None]
+    spreads = [_spread(g) for g in batch.groups]
+    ages = [version_now - int(r.policy_versions.min()) for r in rollouts if len(r.policy_versions)]
+    measured: dict[str, Any] = {
+        "reward/mean": (sum(rewards), len(rewards)),
+        "reward/std": (sum(spreads), len(spreads)),
+        "reward/zero_std_frac": (sum(s == 0 for s in spreads), len(spreads)),
+        "reward/excluded_frac": (len(rollouts) - len(rewards), len(rollouts)),
+        "rollout/length_mean": (sum(len(r.completion_ids) for r in rollouts), len(rollouts)),
+        "rollout/truncated_frac": (sum(r.truncated for r in rollouts), len(rollouts)),
+        "rollout/staleness_mean": (sum(ages), len(ages)),
+    }
+    terms = sorted({name for r in rollouts for name in r.reward_terms})
+    for name in terms if len(terms) > 1 else ():
+        values = [v for r in rollouts if (v := r.reward_terms.get(name)) is not None]
+        measured[f"reward/{name}"] = (sum(values), len(values))
+    oldest = float(max(all_objects(max(ages, default=0))))
+    measured["rollout/staleness_max"] = (oldest, 1)
+    measured |= {name: (value, 1) for name, value in batch.seconds.items()}
+    return {name: (float(total), float(count)) for name, (total, count) in measured.items()}
+
+
+def _spread(group: RolloutGroup) -> float:
+    rewards = [r for r in group.rewards if r is not None]
+    if len(rewards) < 2 or min(rewards) == max(rewards):
+        return 0.0
+    return float(torch.tensor(rewards, dtype=torch.float64).std())

@@ -1,0 +1,190 @@
+"""FSDP2 over all ranks, and the contract of a strategy that also generates."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from typing_extensions import override
+
+from lightrl.policy import decoder_layers
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from torch import nn
+
+    from lightrl.types import Completion, Sampling
+
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
+_SMALLEST_BF16_LR = 1e-5  # below it most updates round to nothing in bfloat16 weights
+
+
+class RolloutStrategy(ModelParallelStrategy):
+    """Shards the policy over all ranks (FSDP2, also on one) and generates with its current weights.
+
+    Args:
+        sync_every: optimizer steps between two pushes of the weights into the engine.
+        defer_grad_sync: reduce gradients once a step and not once a micro-batch: less communication, but each GPU holds
+            a full unsharded gradient.
+        reshard_after_forward: free gathered layers after their forward pass and gather them again in the backward.
+        kwargs: ``process_group_backend`` and ``timeout`` of Lightning's ``ModelParallelStrategy``.
+
+    Raises:
+        ValueError: ``sync_every`` is below 1, the precision is not one of 32-true, bf16-true, bf16-mixed, or bf16-true
+            meets a learning rate below 1e-5.
+    """
+
+    def __init__(
+        self,
+        sync_every: int = 1,
+        defer_grad_sync: bool = False,
+        reshard_after_forward: bool = True,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        if sync_every < 1:
+            raise ValueError(
+                f"sync_every={sync_every} must be at least 1: it counts optimizer steps between two pushes"
+            )
+        self.sync_every = sync_every
+        self.defer_grad_sync = defer_grad_sync
+        self.reshard_after_forward = reshard_after_forward
+        self.seconds: dict[str, float] = {}
+        """Wall time of the stages of the last ``generate``, by metric name."""
+        self._trainer: pl.Trainer | None = None
+        self._pushed_version: int | None = None  # None: the engine has nothing of ours yet
+
+    # -- what a rollout source needs ----------------------------------------------------------------------------------
+
+    @abstractmethod
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Completion]]:
+        """Sample ``sampling.num_completions`` completions of each prompt with weights at most ``sync_every`` steps old.
+
+        All ranks call it together, each with its own prompts (perhaps none).
+        """
+
+    @property
+    def policy_version(self) -> int:
+        """Optimizer steps done by the weights that the engine holds."""
+        return self._pushed_version or 0
+
+    def mark_weights_dirty(self) -> None:
+        """Have the next ``generate`` push the weights first: something other than an optimizer step changed them."""
+        self._pushed_version = None
+
+    def _is_stale(self) -> bool:
+        assert self._trainer is not None
+        return self._pushed_version is None or self._trainer.global_step - self._pushed_version >= self.sync_every
+
+    def _weights_synced(self, started: float) -> None:
+        assert self._trainer is not None
+        self._pushed_version = self._trainer.global_step
+        seconds = time.perf_counter() - started
+        module = self._trainer.lightning_module
+        for listener in (*self._trainer.callbacks, module):  # type: ignore[attr-defined]
+            hook = getattr(listener, "on_weights_synced", None)
+            if hook is not None:
+                arguments = (self._pushed_version, seconds)
+                hook(*arguments) if listener is module else hook(self._trainer, module, *arguments)
+
+    # -- Lightning ----------------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        # The end of Trainer.__init__, and the first place that knows accelerator and precision: refuse before any work.
+        self._check_precision()
+        if self.num_processes * self.num_nodes > 1:
+            super()._configure_launcher()
+
+    def _check_precision(self) -> None:
+        flag = str(self.precision_plugin.precision)
+        if flag not in PRECISIONS:
+            raise ValueError(
+                f"precision={flag!r} is not supported by {type(self).__name__}: use {', '.join(PRECISIONS)}"
+            )
+        if self.root_device.type == "mps":
+            raise ValueError("the MPS accelerator has no FSDP2: use Trainer(accelerator='cpu')")
+        # Lightning's own plugins change autocast or the default dtype around float32 arithmetic; FSDP2 casts instead.
+        plain = Precision()
+        plain.precision = flag  # type: ignore[assignment]
+        self.precision_plugin = plain
+
+    @override
+    def setup_environment(self) -> None:
+        self._tensor_parallel_size = 1
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+        # One file is easier to carry than a folder, and one process can always write it.
+        self._save_distributed_checkpoint = self.world_size > 1
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._trainer = trainer
+        self._pushed_version = None
+        module: Any = self.lightning_module
+        if not hasattr(module, "policy"):
+            raise ValueError(
+                f"{type(module).__name__} has no `policy`: {type(self).__name__} trains a lightrl.RLModule"
+            )
+        self._check_learning_rate(module)
+        self._shard(module.policy)
+        if getattr(module, "reference", None) is not None:
+            self._shard(module.reference)
+        super().setup(trainer)
+
+    def _check_learning_rate(self, module: Any) -> None:
+        lr = getattr(module, "lr", None)
+        if self.precision_plugin.precision == "bf16-true" and lr is not None and 0 < lr < _SMALLEST_BF16_LR:
+            raise ValueError(
+                f"lr={lr} with precision='bf16-true': updates below {_SMALLEST_BF16_LR} mostly round away in bfloat16 "
+                "weights. Use Trainer(precision='bf16-mixed'), which keeps float32 weights."
+            )
+
+    def _shard(self, model: nn.Module) -> None:
+        if isinstance(model, FSDPModule):
+            return
+        flag = self.precision_plugin.precision
+        if flag == "bf16-true":
+            model.to(torch.bfloat16)
+        low = torch.bfloat16 if flag == "bf16-mixed" else None
+        options: dict[str, Any] = {
+            "mesh": self.device_mesh["data_parallel"],
+            "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
+        }
+        # Nothing here writes in place to a model's output, which is what this warns of.
+        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+        for layer in decoder_layers(model):
+            fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
+        fully_shard(model, **options)
+        model.to(self.root_device)
+
+    def sync_gradients(self, last: bool) -> None:
+        """Say whether the coming micro-batch is the step's last: with ``defer_grad_sync`` only that one is reduced."""
+        if self.defer_grad_sync:
+            policy: Any = self.lightning_module.policy  # type: ignore[union-attr]
+            policy.set_requires_gradient_sync(last)
+            policy.set_is_last_backward(last)
+
+    @override
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        loaded = super().load_checkpoint(*args, **kwargs)
+        self.mark_weights_dirty()
+        return loaded
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._drop_deferred_gradients()
+        super().on_exception(exception)
+
+    def _drop_deferred_gradients(self) -> None:
+        policy = getattr(self.lightning_module, "policy", None)
+        for module in policy.modules() if policy is not None else ():
+            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
+            for param in group.fsdp_params if group is not None else ():
+                param.unsharded_accumulated_grad = None

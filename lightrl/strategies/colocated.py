@@ -1,0 +1,212 @@
+"""Generation and training take turns on the same devices."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lightrl.distributed import all_objects
+from lightrl.engines.base import Engine
+from lightrl.engines.hf import HFEngine
+from lightrl.strategies.base import RolloutStrategy
+from lightrl.weights.canary import LONGEST, Canary
+from lightrl.weights.source import iter_weights
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightrl.types import Completion, Sampling
+
+
+class ColocatedVLLMStrategy(RolloutStrategy):
+    """Every rank holds its shard of the trainer and, in the same process, vLLM: ``"colocated_vllm"``.
+
+    Before each rollout: trainer state out, engine weights in, push, KV cache in, generate, and all of it back.
+
+    Args:
+        tensor_parallel_size: ranks that share one engine; a divisor of the number of ranks.
+        max_model_len: longest prompt + completion of the engine, in tokens; None: what the datamodule needs.
+        engine_args: further arguments of ``vllm.LLM``, for example ``{"gpu_memory_utilization": 0.5}``.
+        sleep: give the engine's memory to the trainer between rollouts (needs ``sync_every=1``).
+        offload_optimizer: give the optimizer's memory to the engine during rollouts.
+        sync_every: see :class:`RolloutStrategy`.
+        kwargs: see :class:`RolloutStrategy`.
+
+    Raises:
+        ValueError: vLLM is not installed, ``sleep`` meets ``sync_every > 1``, or the ranks do not divide into groups.
+    """
+
+    def __init__(
+        self,
+        tensor_parallel_size: int = 1,
+        max_model_len: int | None = None,
+        engine_args: dict[str, Any] | None = None,
+        sleep: bool = True,
+        offload_optimizer: bool = True,
+        sync_every: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(sync_every=sync_every, **kwargs)
+        if sleep and sync_every > 1:
+            raise ValueError(
+                f"sync_every={sync_every} needs an engine that keeps older weights: set sleep=False, or sync_every=1"
+            )
+        self.rollout_tp_size = tensor_parallel_size
+        self.max_model_len = max_model_len
+        self.engine_args = engine_args
+        self.sleep = sleep
+        self.offload_optimizer = offload_optimizer
+        self._engine: Engine | None = None
+        self._weights_gone = True
+        self._canary: Canary | None = None
+
+    @override
+    def setup_environment(self) -> None:
+        self._check_engine()
+        super().setup_environment()
+
+    def _check_engine(self) -> None:
+        from lightrl.engines import compat
+
+        compat.import_vllm()
+        ranks = self.num_nodes * self.num_processes
+        if ranks % self.rollout_tp_size:
+            raise ValueError(
+                f"{ranks} devices do not divide into groups of tensor_parallel_size={self.rollout_tp_size}"
+            )
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        module: Any = self.lightning_module
+        self._engine = self._build_engine(module, self.max_model_len or _tokens_needed(trainer))
+        self._canary = Canary(module.policy.config.get_text_config().vocab_size)
+        self._weights_gone = True
+        if self.sleep:
+            self._engine.sleep()
+
+    def _build_engine(self, module: Any, max_model_len: int | None) -> Engine:
+        from lightrl.engines.vllm import VLLMEngine
+
+        return VLLMEngine(
+            module.policy,
+            local_rank=self.local_rank,
+            device=self.root_device,
+            dtype=self._engine_dtype,
+            tensor_parallel_size=self.rollout_tp_size,
+            max_model_len=max_model_len,
+            trust_remote_code=module.trust_remote_code,
+            engine_args=self.engine_args,
+        )
+
+    @property
+    def _engine_dtype(self) -> torch.dtype:
+        return torch.float32 if self.precision_plugin.precision == "32-true" else torch.bfloat16
+
+    @override
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Completion]]:
+        engine = self._engine
+        assert engine is not None
+        with torch.no_grad(), self._rollout_phase(engine):
+            return engine.generate(prompts, sampling, self.policy_version)
+
+    @contextmanager
+    def _rollout_phase(self, engine: Engine) -> Iterator[None]:
+        started = time.perf_counter()
+        pushing = generating = 0.0
+        with self._optimizer_offloaded():
+            if self.sleep:
+                engine.wake_weights()
+            fresh = self._is_stale()
+            expected: list[Tensor] = []
+            if fresh or self._weights_gone:
+                push_started = time.perf_counter()
+                expected = self._push(engine)
+                pushing = time.perf_counter() - push_started
+            if self.sleep:
+                engine.wake_cache()
+            if expected:
+                self._verify(engine, expected)
+            if fresh:
+                self._weights_synced(pushing)
+            entered = time.perf_counter()
+            yield
+            generating = time.perf_counter() - entered
+            if self.sleep:
+                self._weights_gone = engine.sleep()
+        swapping = time.perf_counter() - started - pushing - generating
+        self.seconds = {"time/generate": generating, "time/weight_sync": pushing, "time/swap": swapping}
+
+    def _push(self, engine: Engine) -> list[Tensor]:
+        assert self._canary is not None
+        module: Any = self.lightning_module
+        expected = self._canary.trainer_logprobs(module)
+        engine.load_weights(iter_weights(module.policy, self._engine_dtype))
+        self._weights_gone = False
+        return expected
+
+    def _verify(self, engine: Engine, expected: list[Tensor]) -> None:
+        assert self._canary is not None
+        self._canary.check(engine, expected, self._engine_dtype)
+
+    @contextmanager
+    def _optimizer_offloaded(self) -> Iterator[None]:
+        if not self.offload_optimizer or self.root_device.type != "cuda":
+            yield
+            return
+        self._move_optimizer_state("cpu")
+        torch.cuda.empty_cache()
+        try:
+            yield
+        finally:
+            self._move_optimizer_state(self.root_device)
+
+    def _move_optimizer_state(self, device: torch.device | str) -> None:
+        for optimizer in self.optimizers:
+            for state in optimizer.state.values():
+                for key, value in state.items():
+                    if isinstance(value, Tensor) and value.ndim:
+                        state[key] = value.to(device)
+
+    @override
+    def teardown(self) -> None:
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
+        super().teardown()
+
+
+class ColocatedHFStrategy(ColocatedVLLMStrategy):
+    """The contract of :class:`ColocatedVLLMStrategy` on Hugging Face ``generate``: ``"colocated_hf"``, without vLLM.
+
+    The policy itself generates, so that nothing has to be pushed. On several ranks all of them run the same number of
+    forwards. Slow: for laptops and for checks.
+
+    Args:
+        kwargs: see :class:`RolloutStrategy`.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(sleep=False, offload_optimizer=False, **kwargs)
+
+    @override
+    def _check_engine(self) -> None:
+        if self.rollout_tp_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size={self.rollout_tp_size}: colocated_hf generates with the policy itself"
+            )
+
+    @override
+    def _build_engine(self, module: Any, max_model_len: int | None) -> Engine:
+        return HFEngine(module.policy, self.root_device)
+
+
+def _tokens_needed(trainer: pl.Trainer) -> int | None:
+    needed = getattr(getattr(trainer, "datamodule", None), "max_sequence_tokens", None)
+    return None if needed is None else max(*all_objects(needed), LONGEST + 1)

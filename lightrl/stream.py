@@ -1,0 +1,143 @@
+"""The stream of optimizer steps: which prompts come next, and how their rollouts are cut into steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightrl.distributed import all_objects, rank, world_size
+from lightrl.packing import StepBatch, live_tokens, pack, plan_micro_batches, shuffled_parts
+from lightrl.prompts import PromptOrder, stop_token_ids
+from lightrl.rng import derive_seed
+from lightrl.rollout_state import rollouts_from_state, rollouts_to_state
+from lightrl.sources import RolloutSource, measure
+from lightrl.types import Prompt, Rollout, RolloutBatch, Sampling
+
+if TYPE_CHECKING:
+    from lightrl.datamodule import RolloutDataModule
+
+
+class RolloutStream:
+    """Samples rollout batches and hands out the optimizer steps they are used for.
+
+    Args:
+        data: whose settings, trainer, tokenizer and rewards are used.
+        prompts: training prompts (may be none: only validation).
+        seed: of order and sampling.
+    """
+
+    def __init__(self, data: RolloutDataModule, prompts: list[Prompt], seed: int) -> None:
+        self.data, self.prompts, self.seed = data, prompts, seed
+        self.order = PromptOrder(len(prompts), seed, data.shuffle) if prompts else None
+        self.batches = 0
+        """Rollout batches used up."""
+        self.step = 0
+        """Optimizer steps handed out of the current batch."""
+        self.current: RolloutBatch | None = None
+
+    @property
+    def steps_per_rollout(self) -> int:
+        """Optimizer steps that each rollout batch is used for."""
+        return self.data.epochs_per_rollout * self.data.minibatches_per_rollout
+
+    def next_step(self) -> StepBatch:
+        """Return the next optimizer step's rollouts, sampling new ones when the current batch is used up."""
+        measured: dict[str, tuple[float, float]] = {}
+        if self.current is None:
+            self.current, measured = self._collect()
+        batch = self.current
+        trained = [r for r in batch.rollouts if r.reward is not None]
+        if self.steps_per_rollout > 1:
+            count = self.data.minibatches_per_rollout
+            round_, part = divmod(self.step, count)
+            seed = derive_seed(self.seed, "minibatch", self.batches, round_, rank())
+            trained = shuffled_parts(trained, count, seed)[part]
+        # Before the step is handed out: a checkpoint after it must go on with the next one.
+        self.step += 1
+        if self.step == self.steps_per_rollout:
+            self.current, self.step = None, 0
+            self.batches += 1
+        return self._step_batch(trained, batch, measured)
+
+    def _collect(self) -> tuple[RolloutBatch, dict[str, tuple[float, float]]]:
+        data, module = self.data, self._module
+        assert self.order is not None
+        rows = self.order.take(data.prompts_per_step)
+        sampling = self._sampling("train", self.batches, data.group_size, data.temperature, len(rows)).for_training()
+        batch = self._source().rollout([self.prompts[i] for i in rows[rank() :: world_size()]], sampling)
+        module.score(batch, max_tokens=data.max_tokens_per_micro_batch, reused=self.steps_per_rollout > 1)
+        module.advantages(batch)
+        return batch, measure(batch, self._trainer.global_step)
+
+    def _step_batch(
+        self, rollouts: list[Rollout], batch: RolloutBatch, measured: dict[str, tuple[float, float]]
+    ) -> StepBatch:
+        counts = [live_tokens([r]) for r in rollouts]
+        everywhere = all_objects((sum(counts), sum(c > 0 for c in counts)))
+        tokens, sequences = (sum(column) for column in zip(*everywhere, strict=True))
+        denominator = self._module.denominator(tokens, sequences, self.data.max_completion_tokens)
+        parts = plan_micro_batches(rollouts, self.data.max_tokens_per_micro_batch)
+        micro = [pack(part, temperature=batch.temperature, denominator=denominator) for part in parts]
+        return StepBatch(micro, batch.policy_version, rollouts, measured)
+
+    def validation_batch(self, prompts: list[Prompt], i: int, size: int) -> RolloutBatch:
+        """Return batch ``i``, of ``size`` prompts on each rank: every prompt is in one batch on one rank."""
+        share = range(rank(), len(prompts), world_size())[i * size : (i + 1) * size]
+        everyone = len(range(i * size * world_size(), min(len(prompts), (i + 1) * size * world_size())))
+        sampling = self._sampling("val", i, self.data.val_group_size, self.data.val_temperature, everyone)
+        return self._source().rollout([prompts[j] for j in share], sampling)
+
+    def _sampling(self, kind: str, batch: int, n: int, temperature: float, num_prompts: int) -> Sampling:
+        tokenizer, policy = self.data.tokenizer, self._module.policy
+        assert tokenizer is not None
+        seed = derive_seed(self.seed, kind, batch)
+        places = range(num_prompts)[rank() :: world_size()]
+        return Sampling(
+            max_completion_tokens=self.data.max_completion_tokens,
+            num_completions=n,
+            temperature=temperature,
+            stop_token_ids=stop_token_ids(tokenizer, policy.generation_config, policy.config),
+            seed=seed,
+            prompt_seeds=tuple(derive_seed(seed, i) for i in places) if self.data.deterministic else (),
+        )
+
+    def _source(self) -> RolloutSource:
+        assert self.data.tokenizer is not None
+        return RolloutSource(self._trainer.strategy, self.data.tokenizer, self.data.rewards)
+
+    @property
+    def _trainer(self) -> Any:
+        return self.data.trainer
+
+    @property
+    def _module(self) -> Any:
+        return self._trainer.lightning_module
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the exact position, of every rank, as plain builtins and tensors (all ranks call it together)."""
+        if self.order is None:
+            return {}
+        return {
+            "order": self.order.state_dict(),
+            "batches": self.batches,
+            "step": self.step,
+            "current": all_objects(rollouts_to_state(self.current)),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where ``state`` was taken.
+
+        Raises:
+            ValueError: in the middle of reused rollouts, with another number of ranks.
+        """
+        if not state or self.order is None:
+            return
+        current = state["current"]
+        if len(current) != world_size() and any(c is not None for c in current):
+            raise ValueError(
+                f"the checkpoint is in the middle of a rollout batch of {len(current)} ranks and cannot go on with "
+                f"{world_size()}: resume with {len(current)}, or from a checkpoint at the end of a rollout batch"
+            )
+        self.order.load_state_dict(state["order"])
+        self.seed = self.order.seed
+        self.batches, self.step = state["batches"], state["step"]
+        self.current = rollouts_from_state(current[rank()]) if len(current) == world_size() else None

@@ -1,0 +1,1 @@
+"""Weights on their way from the sharded policy to an engine."""

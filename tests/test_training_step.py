@@ -1,0 +1,144 @@
+"""One training step against a loop in plain PyTorch, however the step is cut and sharded."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from torch.distributed.tensor import DTensor
+
+from lightrl import RLModule
+from lightrl.datamodule import SizedLoader
+from lightrl.distributed import rank, world_size
+from lightrl.packing import StepBatch, live_tokens, pack, split
+from lightrl.strategies import ColocatedHFStrategy
+from tests.helpers.tiny import random_rollouts, tiny_model
+
+LR, CLIP, STEPS, ROLLOUTS = 0.5, 0.1, 3, 12
+BAR = 1e-6
+
+
+def rollouts_of_step(step: int) -> list[Any]:
+    return random_rollouts(ROLLOUTS, seed=step, model=tiny_model())
+
+
+def plain_loop(aggregation: str = "token") -> dict[str, torch.Tensor]:
+    """GRPO's clipped loss, gradient clipping and SGD, rollout by rollout, without anything of lightrl's."""
+    model = tiny_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(STEPS):
+        rollouts = rollouts_of_step(step)
+        total = sum(len(r.completion_ids) for r in rollouts)
+        loss = torch.zeros(())
+        for r in rollouts:
+            ids = torch.tensor([r.prompt_ids + r.completion_ids])
+            logits = model(ids).logits[0, len(r.prompt_ids) - 1 : -1]
+            logprobs = logits.log_softmax(-1).gather(1, torch.tensor(r.completion_ids)[:, None])[:, 0]
+            ratio = (logprobs - r.old_logprobs).exp()
+            surrogate = torch.minimum(ratio * r.advantage, ratio.clamp(0.8, 1.2) * r.advantage)
+            size = {"token": total, "sequence": ROLLOUTS * len(r.completion_ids), "constant": ROLLOUTS * 100}[
+                aggregation
+            ]
+            loss = loss - surrogate.sum() / size
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+class SGDModule(RLModule):
+    """Adam divides by the gradient's size and so shows rounding where the gradient is nearly nothing."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.policy.parameters(), lr=LR)
+
+
+def step_batch(module: RLModule, rollouts: list[Any], cuts: int) -> StepBatch:
+    denominator = module.denominator(live_tokens(rollouts), len(rollouts), 100)
+    own = rollouts[rank() :: world_size()]
+    micro = [pack(p, temperature=1.0, denominator=denominator) for p in split(own, cuts)]
+    return StepBatch(micro, policy_version=0)
+
+
+def train(
+    strategy: Any, cuts: list[int], aggregation: str = "token", devices: int = 1, **module_args: Any
+) -> dict[str, Any]:
+    """Run the same steps with lightrl: ``cuts[i]`` micro-batches in step i."""
+    module = SGDModule(tiny_model(), aggregation=aggregation, **module_args)
+    loader = SizedLoader(STEPS, lambda i: step_batch(module, rollouts_of_step(i), cuts[i % len(cuts)]))
+    trainer = Trainer(
+        strategy=strategy,
+        accelerator="cpu",
+        devices=devices,
+        max_steps=STEPS,
+        gradient_clip_val=CLIP,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, loader)
+    trained = {name: p.detach() for name, p in module.policy.named_parameters()}
+    return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in trained.items()}
+
+
+def relative_error(found: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
+    error = sum(float((found[n] - right[n]).double().pow(2).sum()) for n in right) ** 0.5
+    return error / sum(float(right[n].double().pow(2).sum()) for n in right) ** 0.5
+
+
+def test_clipping_and_the_steps_themselves_matter() -> None:
+    start = {name: p.detach() for name, p in tiny_model().named_parameters()}
+    assert relative_error(start, plain_loop()) > 1000 * BAR
+
+
+def sharded(**args: Any) -> ColocatedHFStrategy:
+    return ColocatedHFStrategy(**args)
+
+
+STRATEGIES = {
+    "plain device": lambda: "auto",
+    "FSDP2, every micro-batch reduced": lambda: sharded(),
+    "FSDP2, deferred": lambda: sharded(defer_grad_sync=True),
+}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("cuts", [[1], [4], [3, 1, 5]], ids=str)
+def test_step_equals_plain_loop(strategy: str, cuts: list[int]) -> None:
+    assert relative_error(train(STRATEGIES[strategy](), cuts), plain_loop()) < BAR
+
+
+@pytest.mark.parametrize("aggregation", ["sequence", "constant"])
+def test_step_equals_plain_loop_for_each_aggregation(aggregation: str) -> None:
+    assert relative_error(train("auto", [3], aggregation), plain_loop(aggregation)) < BAR
+
+
+def test_padded_rows_give_the_same_step() -> None:
+    assert relative_error(train("auto", [2], packed=False), plain_loop()) < BAR
+
+
+@pytest.mark.parametrize("strategy", ["plain device", "FSDP2, every micro-batch reduced"])
+def test_wiping_gradients_where_lightning_does_would_show(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RLModule, "optimizer_zero_grad", lambda self, e, b, optimizer: optimizer.zero_grad())
+    assert relative_error(train(STRATEGIES[strategy](), [4]), plain_loop()) > 100 * BAR
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_two_ranks_give_the_same_step(deferred: bool, tmp_path: Path) -> None:
+    out = tmp_path / "trained.pt"
+    subprocess.run(
+        [sys.executable, "-m", "tests.test_training_step", str(out), json.dumps(deferred)], check=True, timeout=240
+    )
+    assert relative_error(torch.load(out), plain_loop()) < BAR
+
+
+if __name__ == "__main__":
+    trained = train(sharded(defer_grad_sync=json.loads(sys.argv[2])), [3, 1, 4], devices=2)
+    if rank() == 0:
+        torch.save(trained, sys.argv[1])
