@@ -160,4 +160,5 @@ def takes_packed_rows(model: PreTrainedModel) -> bool:
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     plain = not getattr(config, "attn_logit_softcapping", None) and not hasattr(config, "swiglu_limit")
+    plain = plain and not any(isinstance(m, torch.nn.Conv1d) for m in model.modules())  # mixes neighbouring tokens
     return bool(model._supports_attention_backend) and plain and kinds <= {"full_attention", "sliding_attention"}

@@ -241,13 +241,15 @@ class RolloutDataModule(LightningDataModule):
         rollout_batches = len(self._train) // self.prompts_per_step
         return SizedLoader(rollout_batches * stream.steps_per_rollout, lambda _: stream.next_step())
 
-    def val_dataloader(self) -> SizedLoader:
+    def val_dataloader(self) -> SizedLoader | list[Any]:
         """One item is a scored :class:`RolloutBatch`; every prompt is scored once, on one rank."""
+        if not self._val:
+            return []
         stream, share = self._require_stream(), -(-len(self._val) // world_size())
-        size = self.val_batch_size or max(1, share)
+        size = self.val_batch_size or share
         return SizedLoader(-(-share // size), lambda i: stream.validation_batch(self._val, i, size))
 
-    def predict_dataloader(self) -> SizedLoader:
+    def predict_dataloader(self) -> SizedLoader | list[Any]:
         """Rollouts of the validation prompts."""
         return self.val_dataloader()
 

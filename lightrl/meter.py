@@ -54,6 +54,8 @@ class Meter:
                 self.add(name, value, mask=mask)
             elif live:
                 self.add(name, value, weight=live)
+            else:
+                self.add_sum(name, 0.0, 0.0)  # every rank must have the same names
 
     def means(self, reduce_sum: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, float]:
         """Return the means, summed over ranks by ``reduce_sum``; names without a single entry are left out.

@@ -55,6 +55,7 @@ class RLModule(LightningModule):
     min_group_size = 2
     """A baseline from the group needs two completions of each prompt."""
     policy: PreTrainedModel
+    model: str | PreTrainedModel
 
     def __init__(
         self,
@@ -84,7 +85,8 @@ class RLModule(LightningModule):
                 f"lr={lr}, kl_coef={kl_coef}, clip_ratio_low={clip_ratio_low}, clip_ratio_high={clip_ratio_high}: "
                 "none may be negative, and clip_ratio_low must be below 1"
             )
-        self.model, self.lr, self.betas, self.weight_decay = model, lr, betas, weight_decay
+        object.__setattr__(self, "model", model)  # not a submodule: as such it would be saved beside the policy
+        self.lr, self.betas, self.weight_decay = lr, betas, weight_decay
         self.warmup_steps, self.schedule = warmup_steps, schedule
         self.clip_ratio_low, self.clip_ratio_high = clip_ratio_low, clip_ratio_high
         self.kl_coef, self.scale_rewards, self.aggregation = kl_coef, scale_rewards, aggregation
@@ -153,9 +155,10 @@ class RLModule(LightningModule):
             batch.advantages,
             clip_ratio_low=self.clip_ratio_low,
             clip_ratio_high=self.clip_ratio_high,
+            loss_mask=batch.loss_mask,
         )
         if self.kl_coef > 0 and batch.ref_logprobs is not None:
-            terms = terms + self.kl_coef * kl.k3(logprobs, batch.ref_logprobs)
+            terms = terms + self.kl_coef * kl.k3(logprobs, batch.ref_logprobs, loss_mask=batch.loss_mask)
         return self.aggregate(terms, batch), {"train/clip_frac": metrics["clip_frac"]}
 
     def aggregate(self, terms: Tensor, batch: MicroBatch) -> Tensor:
@@ -216,7 +219,7 @@ class RLModule(LightningModule):
         meter.add("train/entropy", entropy, mask=micro.loss_mask)
         old = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
         meter.add("kl/mismatch", kl.k3(micro.rollout_logprobs, old), mask=micro.loss_mask)
-        if micro.ref_logprobs is not None:
+        if self.reference is not None and micro.ref_logprobs is not None:  # an idle rollout has some in any case
             meter.add("kl/ref", kl.k3(logprobs.detach(), micro.ref_logprobs), mask=micro.loss_mask)
         return loss * self.trainer.world_size  # data parallelism averages gradients over ranks
 

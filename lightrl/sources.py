@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightrl.distributed import all_objects
+from lightrl.groups import has_spread
 from lightrl.rewards import RewardSum
 from lightrl.types import Prompt, Rollout, RolloutBatch, RolloutGroup, Sampling
 
@@ -94,7 +95,7 @@ def measure(batch: RolloutBatch, version_now: int) -> dict[str, tuple[float, flo
 
 
 def _spread(group: RolloutGroup) -> float:
-    rewards = [r for r in group.rewards if r is not None]
-    if len(rewards) < 2 or min(rewards) == max(rewards):
+    rewards = torch.tensor([r for r in group.rewards if r is not None], dtype=torch.float64)
+    if len(rewards) < 2 or not has_spread(rewards.min(), rewards.max()):
         return 0.0
-    return float(torch.tensor(rewards, dtype=torch.float64).std())
+    return float(rewards.std())

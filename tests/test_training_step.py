@@ -129,6 +129,7 @@ def test_wiping_gradients_where_lightning_does_would_show(strategy: str, monkeyp
     assert relative_error(train(STRATEGIES[strategy](), [4]), plain_loop()) > 100 * BAR
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("deferred", [False, True])
 def test_two_ranks_give_the_same_step(deferred: bool, tmp_path: Path) -> None:
     out = tmp_path / "trained.pt"

@@ -72,7 +72,7 @@ def say(line: str) -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.tiny.run", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/tiny"), help="folder for the model, the data and the runs")
+    parser.add_argument("--out", type=Path, default=Path("runs/tiny"), help="folder for model, data and runs")
     parser.add_argument("--max-steps", type=int, default=MAX_STEPS, help="optimizer steps")
     parser.add_argument("--strategy", default="colocated_vllm", choices=["colocated_vllm", "colocated_hf"])
     parser.add_argument("--seed", type=int, default=0, help="of the order of prompts and of sampling")

@@ -1,7 +1,7 @@
 """The demo's model and data, made from a seed: say the largest of three digits.
 
-Left out on purpose: any pretraining. The model starts from random weights, and reinforcement learning alone has to find out that
-an answer is one digit, that it ends there, and which digit it is. So the vocabulary is small and the answer short.
+Left out on purpose: any pretraining. The model starts from random weights, and reinforcement learning alone has to find
+out that an answer is one digit, that it ends there, and which digit it is. So the vocabulary is small and the answer short.
 """
 
 from __future__ import annotations
@@ -74,12 +74,12 @@ def write_task(out: str | Path = "runs/tiny", seed: int = 0) -> TinyTask:
     return task
 
 
-def split_triples(seed: int = 0, held_out: float = 0.2, rows_per_answer: int = 100) -> tuple[list[str], list[str]]:
+def split_triples(seed: int = 0, held_out: float = 0.2, rows_per_answer: int = 220) -> tuple[list[str], list[str]]:
     """Return prompts such as ``"7 2 9"`` to train on and to test on: all 1000 triples, each on one side only.
 
-    Of a hundred triples 27 have the answer 9 and two an answer below 3. Trained on as they come, the policy gives the
-    rare answers up before it has tried them often enough. So training rows with rare answers are repeated, up to
-    ``rows_per_answer``; no row of the test is.
+    Of a hundred triples 27 have the answer 9 and three an answer below 3. Trained on as they come, the policy gives the
+    rare answers up before it has tried them often enough. So training rows are repeated until every answer has
+    ``rows_per_answer`` of them; no row of the test is.
     """
     rng = random.Random(seed)
     train: list[str] = []
@@ -89,8 +89,7 @@ def split_triples(seed: int = 0, held_out: float = 0.2, rows_per_answer: int = 1
         rng.shuffle(triples)
         cut = round(held_out * len(triples))
         test += triples[:cut]
-        seen = triples[cut:]
-        train += (seen * (1 + rows_per_answer // len(seen)))[: max(rows_per_answer, len(seen))]
+        train += itertools.islice(itertools.cycle(triples[cut:]), rows_per_answer)
     rng.shuffle(train)
     rng.shuffle(test)
     return train, test
@@ -120,6 +119,7 @@ def make_model(seed: int = 0) -> Qwen3ForCausalLM:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
+        initializer_range=0.05,  # the usual 0.02 is for wide models; this narrow one then learns too slowly for a demo
         head_dim=64,  # vLLM's CPU attention has no kernel for 16
         max_position_embeddings=128,
         tie_word_embeddings=False,

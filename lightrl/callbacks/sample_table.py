@@ -53,6 +53,7 @@ class SampleTable(Callback):
 
 def sample_table(rollouts: list[Rollout], tokenizer: Any, rows: int) -> str:
     """Return ``rows`` rollouts from worst to best as lines of text: reward, prompt's end, completion's beginning."""
+    rows = min(rows, len(rollouts))
     scored = sorted(rollouts, key=lambda r: (r.reward is None, r.reward or 0.0))
     step = max(1, (len(scored) - 1) // max(1, rows - 1))
     chosen = (scored[::step][: rows - 1] + scored[-1:]) if rows > 1 else scored[-1:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from abc import abstractmethod
 from typing import TYPE_CHECKING, Any
@@ -82,10 +81,9 @@ class RolloutStrategy(ModelParallelStrategy):
         assert self._trainer is not None
         return self._pushed_version is None or self._trainer.global_step - self._pushed_version >= self.sync_every
 
-    def _weights_synced(self, started: float) -> None:
+    def _weights_synced(self, seconds: float) -> None:
         assert self._trainer is not None
         self._pushed_version = self._trainer.global_step
-        seconds = time.perf_counter() - started
         module = self._trainer.lightning_module
         for listener in (*self._trainer.callbacks, module):  # type: ignore[attr-defined]
             hook = getattr(listener, "on_weights_synced", None)
@@ -159,6 +157,7 @@ class RolloutStrategy(ModelParallelStrategy):
         }
         # Nothing here writes in place to a model's output, which is what this warns of.
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+        warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", module="lightning")
         for layer in decoder_layers(model):
             fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
         fully_shard(model, **options)
