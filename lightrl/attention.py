@@ -6,6 +6,7 @@ variable-length kernel; elsewhere the sequences are laid out as padded rows of l
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
@@ -93,7 +94,9 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, s
 
     cu, longest = layout.cu_seqlens, layout.max_length
     left = window - 1 if window > 0 else -1
-    gqa: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    # Older torch takes fewer key heads without being told.
+    told = "enable_gqa" in inspect.signature(varlen_attn).parameters and q.shape[1] != k.shape[1]
+    gqa: dict[str, Any] = {"enable_gqa": True} if told else {}
     out: Any = varlen_attn(q, k, v.contiguous(), cu, cu, longest, longest, scale=scale, window_size=(left, 0), **gqa)
     return cast(Tensor, out)
 

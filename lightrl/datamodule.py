@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -112,9 +113,15 @@ class RolloutDataModule(LightningDataModule):
             "minibatches_per_rollout": minibatches_per_rollout,
             "max_tokens_per_micro_batch": max_tokens_per_micro_batch,
         }
+        if val_batch_size is not None:
+            counts["val_batch_size"] = val_batch_size
         for name, value in counts.items():
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        if not val_temperature >= 0:
+            raise ValueError(f"val_temperature={val_temperature} must not be negative: 0 takes the likeliest token")
+        if on_long_prompt not in ("raise", "drop"):
+            raise ValueError(f"on_long_prompt={on_long_prompt!r} must be 'raise' or 'drop'")
         if minibatches_per_rollout > prompts_per_step * group_size:
             raise ValueError(
                 f"minibatches_per_rollout={minibatches_per_rollout} is more than the {prompts_per_step * group_size} "
@@ -130,7 +137,8 @@ class RolloutDataModule(LightningDataModule):
         self.on_long_prompt, self.system_prompt, self.template_kwargs = on_long_prompt, system_prompt, template_kwargs
         self.rewards = RewardSum(reward, timeout=reward_timeout, on_error=on_reward_error)
         self.shuffle, self.seed, self.deterministic = shuffle, seed, deterministic
-        self.tokenizer = tokenizer
+        self.tokenizer = self._own_tokenizer = tokenizer
+        self._made_with: tuple[PreTrainedTokenizerBase | None, int | None] = (None, None)
         self.max_sequence_tokens: int | None = None
         """Longest prompt + completion in tokens, known after ``setup``: what the engine has to be able to hold."""
         self._train: list[Prompt] = []
@@ -146,17 +154,19 @@ class RolloutDataModule(LightningDataModule):
             ValueError: the data, or its fit to model and ranks, is at fault.
         """
         module = self._module
-        self.tokenizer = self.tokenizer or module.tokenizer
         self._check_fit(module, stage)
-        limit = self._prompt_limit(module)
+        made_with = (self._own_tokenizer or module.tokenizer, self._prompt_limit(module))
+        if made_with != self._made_with:  # token ids of another model's tokenizer would be other words
+            self._made_with, self._train, self._val = made_with, [], []
+        self.tokenizer, limit = made_with
         if stage == "fit":
             self._train = self._train or self._tokenize(self.train_prompts, limit)
             self._check_training()
         if self.val_prompts is not None:
             self._val = self._val or self._tokenize(self.val_prompts, limit)
-        longest = max((len(p.token_ids) for p in self._train + self._val), default=0)
-        self.max_sequence_tokens = longest + self.max_completion_tokens
-        if stage == "fit" and self.max_sequence_tokens > self.max_tokens_per_micro_batch:
+        longest, longest_val = (max((len(p.token_ids) for p in ps), default=0) for ps in (self._train, self._val))
+        self.max_sequence_tokens = max(longest, longest_val) + self.max_completion_tokens
+        if stage == "fit" and longest + self.max_completion_tokens > self.max_tokens_per_micro_batch:
             raise ValueError(
                 f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} cannot hold the longest prompt and "
                 f"completion, {longest} + {self.max_completion_tokens} tokens: raise it or lower max_completion_tokens"
@@ -179,6 +189,8 @@ class RolloutDataModule(LightningDataModule):
             name = type(self._the_trainer.strategy).__name__
             raise ValueError(f"{name} cannot generate: use Trainer(strategy='colocated_vllm') or 'colocated_hf'")
         if stage != "fit":
+            if self.val_prompts is None:
+                raise ValueError(f"val_prompts is None: {stage} needs prompts")
             return
         if self._the_trainer.accumulate_grad_batches != 1:
             raise ValueError(
@@ -244,6 +256,7 @@ class RolloutDataModule(LightningDataModule):
     def val_dataloader(self) -> SizedLoader | list[Any]:
         """One item is a scored :class:`RolloutBatch`; every prompt is scored once, on one rank."""
         if not self._val:
+            warnings.filterwarnings("ignore", message="Total length of `list` across ranks is zero", module="lightning")
             return []
         stream, share = self._require_stream(), -(-len(self._val) // world_size())
         size = self.val_batch_size or share
@@ -266,6 +279,8 @@ class RolloutDataModule(LightningDataModule):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where ``state_dict`` was taken."""
         if self._stream:
+            # Lightning asks the loader for its position; here the datamodule has it.
+            warnings.filterwarnings("ignore", message="You're resuming from a checkpoint that ended before the epoch")
             self._stream.load_state_dict(state_dict)
 
     def teardown(self, stage: str) -> None:

@@ -85,6 +85,11 @@ class RLModule(LightningModule):
                 f"lr={lr}, kl_coef={kl_coef}, clip_ratio_low={clip_ratio_low}, clip_ratio_high={clip_ratio_high}: "
                 "none may be negative, and clip_ratio_low must be below 1"
             )
+        if not weight_decay >= 0 or warmup_steps < 0 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(
+                f"weight_decay={weight_decay}, warmup_steps={warmup_steps}, betas={betas}: the first two must not be "
+                "negative, and each beta must be at least 0 and below 1"
+            )
         object.__setattr__(self, "model", model)  # not a submodule: as such it would be saved beside the policy
         self.lr, self.betas, self.weight_decay = lr, betas, weight_decay
         self.warmup_steps, self.schedule = warmup_steps, schedule
@@ -158,7 +163,7 @@ class RLModule(LightningModule):
             loss_mask=batch.loss_mask,
         )
         if self.kl_coef > 0 and batch.ref_logprobs is not None:
-            terms = terms + self.kl_coef * kl.k3(logprobs, batch.ref_logprobs, loss_mask=batch.loss_mask)
+            terms = terms + self.kl_coef * kl.reverse_kl(logprobs, batch.ref_logprobs, old, loss_mask=batch.loss_mask)
         return self.aggregate(terms, batch), {"train/clip_frac": metrics["clip_frac"]}
 
     def aggregate(self, terms: Tensor, batch: MicroBatch) -> Tensor:

@@ -60,6 +60,17 @@ class RolloutSource:
             groups.append(RolloutGroup(prompt, rollouts))
         return RolloutBatch(groups, self.strategy.policy_version, sampling.temperature, seconds)
 
+    def require_scores(self, batch: RolloutBatch) -> None:
+        """Raise ValueError if no rollout on any rank has a reward and no reward failed (a collective)."""
+        mine = (sum(r.reward is not None for r in batch), len(batch), sum(self.rewards.failures.values()))
+        scored, total, failed = (sum(column) for column in zip(*all_objects(mine), strict=True))
+        if total and not scored and not failed:
+            names = ", ".join(repr(term.name) for term in self.rewards.terms)
+            raise ValueError(
+                f"none of {total} completions has a reward: {names} returned None for each, which means 'I abstain'. "
+                "Return a number (is a `return` missing?)"
+            )
+
     def _decode(self, ids: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
 

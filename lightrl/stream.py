@@ -63,7 +63,10 @@ class RolloutStream:
         assert self.order is not None
         rows = self.order.take(data.prompts_per_step)
         sampling = self._sampling("train", self.batches, data.group_size, data.temperature, len(rows)).for_training()
-        batch = self._source().rollout([self.prompts[i] for i in rows[rank() :: world_size()]], sampling)
+        source = self._source()
+        batch = source.rollout([self.prompts[i] for i in rows[rank() :: world_size()]], sampling)
+        if self.batches == 0:  # later on, a whole batch of abstentions may be meant
+            source.require_scores(batch)
         module.score(batch, max_tokens=data.max_tokens_per_micro_batch, reused=self.steps_per_rollout > 1)
         module.advantages(batch)
         return batch, measure(batch, self._trainer.global_step)

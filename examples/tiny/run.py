@@ -15,7 +15,7 @@ from examples.tiny.task import reward, write_task
 from lightrl import RLModule, RolloutDataModule, Trainer
 from lightrl.callbacks import SampleTable
 
-MAX_STEPS = 120
+MAX_STEPS = 60
 
 
 def main() -> None:
@@ -30,9 +30,9 @@ def main() -> None:
     data = RolloutDataModule(
         str(task.train),
         reward=reward,
-        group_size=8,
+        group_size=16,
         prompts_per_step=64,
-        max_completion_tokens=3,
+        max_completion_tokens=4,
         val_prompts=str(task.test),
     )
     trainer = Trainer(

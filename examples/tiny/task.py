@@ -1,7 +1,8 @@
 """The demo's model and data, made from a seed: say the largest of three digits.
 
 Left out on purpose: any pretraining. The model starts from random weights, and reinforcement learning alone has to find
-out that an answer is one digit, that it ends there, and which digit it is. So the vocabulary is small and the answer short.
+out that an answer is one digit, that it ends there, and which digit it is. So the vocabulary is small and the answer
+short.
 """
 
 from __future__ import annotations
@@ -77,8 +78,8 @@ def write_task(out: str | Path = "runs/tiny", seed: int = 0) -> TinyTask:
 def split_triples(seed: int = 0, held_out: float = 0.2, rows_per_answer: int = 220) -> tuple[list[str], list[str]]:
     """Return prompts such as ``"7 2 9"`` to train on and to test on: all 1000 triples, each on one side only.
 
-    Of a hundred triples 27 have the answer 9 and three an answer below 3. Trained on as they come, the policy gives the
-    rare answers up before it has tried them often enough. So training rows are repeated until every answer has
+    Of a hundred triples 27 have the answer 9 and three an answer below 3. Trained on as they come, the policy can give
+    the rare answers up before it has tried them often enough. So training rows are repeated until every answer has
     ``rows_per_answer`` of them; no row of the test is.
     """
     rng = random.Random(seed)
@@ -131,6 +132,9 @@ def make_model(seed: int = 0) -> Qwen3ForCausalLM:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen3ForCausalLM(config)
+    # Nearly the same odds for every token: an answer that the random weights disfavour would hardly be tried.
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.3)
     model.generation_config.update(do_sample=True, temperature=1.0)
     return model
 

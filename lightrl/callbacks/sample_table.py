@@ -43,7 +43,9 @@ class SampleTable(Callback):
         step = trainer.global_step
         if (step - 1) % self.every_n_steps or not batch.rollouts:
             return
-        table = sample_table(batch.rollouts, pl_module.tokenizer, self.rows)
+        data: Any = getattr(trainer, "datamodule", None)
+        tokenizer = getattr(data, "tokenizer", None) or pl_module.tokenizer
+        table = sample_table(batch.rollouts, tokenizer, self.rows)
         print(f"\nsamples at step {step}\n{table}", file=self.file or sys.stdout, flush=True)
         for logger in trainer.loggers:
             add_text = getattr(getattr(logger, "experiment", None), "add_text", None)

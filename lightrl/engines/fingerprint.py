@@ -1,7 +1,7 @@
 """Does an engine hold the weights it was sent? Answered tensor by tensor, on whatever layout the engine made of them.
 
 A matrix is compared by how it answers a few fixed random vectors, since engines fuse, shard and repack their matrices;
-a vector is compared as it is. That notices a change of one optimizer step, which a check on logprobs would not.
+a vector is compared bit by bit. That notices a change of one optimizer step, which a check on logprobs would not.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ class _Expected:
     leaf: str
     rows: slice
     answer: Tensor
+    exact: bool
 
 
 class Fingerprint:
@@ -51,8 +52,10 @@ class Fingerprint:
         if not local.numel():
             return  # a small vocabulary may lie on other ranks altogether
         is_matrix = leaf == "weight" and local.ndim == 2
-        answer = local.detach().float().clone() if not is_matrix else _answer(module, local)
-        self._expected.append(_Expected(name, module, leaf, rows, answer))
+        # In the engine's dtype: float() keeps every bit, so that what is no matrix can be compared exactly.
+        plain = local.detach().to(getattr(module, leaf).dtype).float().clone()
+        answer = _answer(module, local) if is_matrix else plain
+        self._expected.append(_Expected(name, module, leaf, rows, answer, exact=not is_matrix))
 
     def mismatches(self) -> list[str]:
         """Return the names of the tensors that the engine does not hold as they were sent."""
@@ -60,7 +63,7 @@ class Fingerprint:
         for e in self._expected:
             held = _held(e)
             scale = float(e.answer.abs().max()) or 1.0
-            tolerance = _TOLERANCE.get(_dtype(e.module), 2e-2)
+            tolerance = 0.0 if e.exact else _TOLERANCE.get(_dtype(e.module), 2e-2)
             if held.shape != e.answer.shape or not float((held - e.answer).abs().max()) <= tolerance * scale:
                 wrong.append(e.name)
         return wrong + self._stale_tied_heads(wrong)
@@ -139,7 +142,7 @@ def _answer(module: nn.Module, local: Tensor) -> Tensor:
 
 def _held(e: _Expected) -> Tensor:
     tensor: Tensor = getattr(e.module, e.leaf).detach()
-    if e.answer.shape == tensor[e.rows].shape and tensor.ndim == 1:
+    if e.exact:
         return tensor[e.rows].float()
     if _is_embedding(e.module):
         rows = tensor[e.rows].float()

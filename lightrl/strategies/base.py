@@ -115,6 +115,7 @@ class RolloutStrategy(ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
+        self._check_learning_rate(self.lightning_module)
         self._tensor_parallel_size = 1
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
@@ -130,7 +131,6 @@ class RolloutStrategy(ModelParallelStrategy):
             raise ValueError(
                 f"{type(module).__name__} has no `policy`: {type(self).__name__} trains a lightrl.RLModule"
             )
-        self._check_learning_rate(module)
         self._shard(module.policy)
         if getattr(module, "reference", None) is not None:
             self._shard(module.reference)

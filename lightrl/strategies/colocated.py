@@ -57,6 +57,8 @@ class ColocatedVLLMStrategy(RolloutStrategy):
             raise ValueError(
                 f"sync_every={sync_every} needs an engine that keeps older weights: set sleep=False, or sync_every=1"
             )
+        if tensor_parallel_size < 1:
+            raise ValueError(f"tensor_parallel_size={tensor_parallel_size} must be at least 1: it counts ranks")
         self.rollout_tp_size = tensor_parallel_size
         self.max_model_len = max_model_len
         self.engine_args = engine_args
@@ -67,6 +69,18 @@ class ColocatedVLLMStrategy(RolloutStrategy):
         self._canary: Canary | None = None
 
     @override
+    def _configure_launcher(self) -> None:
+        self._check_ranks()  # before other processes are started
+        super()._configure_launcher()
+
+    def _check_ranks(self) -> None:
+        ranks = self.num_nodes * self.num_processes
+        if ranks % self.rollout_tp_size:
+            raise ValueError(
+                f"{ranks} devices do not divide into groups of tensor_parallel_size={self.rollout_tp_size}"
+            )
+
+    @override
     def setup_environment(self) -> None:
         self._check_engine()
         super().setup_environment()
@@ -75,11 +89,6 @@ class ColocatedVLLMStrategy(RolloutStrategy):
         from lightrl.engines import compat
 
         compat.import_vllm()
-        ranks = self.num_nodes * self.num_processes
-        if ranks % self.rollout_tp_size:
-            raise ValueError(
-                f"{ranks} devices do not divide into groups of tensor_parallel_size={self.rollout_tp_size}"
-            )
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
@@ -196,11 +205,15 @@ class ColocatedHFStrategy(ColocatedVLLMStrategy):
         super().__init__(sleep=False, offload_optimizer=False, **kwargs)
 
     @override
-    def _check_engine(self) -> None:
+    def _check_ranks(self) -> None:
         if self.rollout_tp_size != 1:
             raise ValueError(
                 f"tensor_parallel_size={self.rollout_tp_size}: colocated_hf generates with the policy itself"
             )
+
+    @override
+    def _check_engine(self) -> None:
+        """Transformers is always there."""
 
     @override
     def _build_engine(self, module: Any, max_model_len: int | None) -> Engine:

@@ -108,7 +108,10 @@ def test_chat_prompt_ends_with_the_generation_prompt():
 
 def test_only_eos_and_padding_vanish_from_decoded_text():
     tokenizer = make_tokenizer()
-    decode = lambda tokens: tokenizer.decode(tokenizer.convert_tokens_to_ids(tokens), skip_special_tokens=True)  # noqa: E731
+
+    def decode(tokens: list[str]) -> str:
+        return tokenizer.decode(tokenizer.convert_tokens_to_ids(tokens), skip_special_tokens=True)
+
     assert reward(decode(["9", "<eos>"]), "9") == 1.0
     for junk in ("<user>", "<assistant>", "<system>", "<unk>", "9"):
         assert reward(decode(["9", junk]), "9") == 0.0

@@ -1,6 +1,7 @@
 """Short runs of the whole straight line on a tiny model, and a witness of what its engine did."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import Qwen3ForCausalLM
 from lightrl import RLModule, RolloutDataModule
 from lightrl.datamodule import SizedLoader
 from lightrl.types import Completion, Rollout, RolloutBatch, Sampling
+from tests.conftest import destroy_process_group, distributed_environment, process_group_is_up, restore_environment
 from tests.helpers.tiny import by_hand, tiny_prompts, tiny_tokenizer
 
 BAR = 1e-4
@@ -109,13 +111,29 @@ class Witness(Callback):
 
 
 def fit(
-    model: Any, strategy: Any = "colocated_vllm", *, lr: float = 0.02, data: Any = None, callbacks: Any = (), **args: Any
+    model: Any,
+    strategy: Any = "colocated_vllm",
+    *,
+    lr: float = 0.02,
+    data: Any = None,
+    callbacks: Any = (),
+    **args: Any,
 ) -> tuple[RLModule, Trainer]:
     """Train ``model`` for a few steps."""
     module = RLModule(model, lr=lr)
     trainer = quiet_trainer(strategy, callbacks=list(callbacks), **args)
     trainer.fit(module, data or tiny_data())
     return module, trainer
+
+
+@contextmanager
+def cleaned_up() -> Iterator[None]:
+    """What conftest does around each test, for fixtures that outlive one."""
+    environment, group_was_up = distributed_environment(), process_group_is_up()
+    yield
+    if process_group_is_up() and not group_was_up:
+        destroy_process_group()
+    restore_environment(environment)
 
 
 def with_engine(model: Any, body: Callable[[Any], None], strategy: Any = "colocated_vllm", **args: Any) -> None:
@@ -135,4 +153,3 @@ def sampling(**args: Any) -> Sampling:
 
 def ids_of(groups: list[list[Completion]]) -> list[list[list[int]]]:
     return [[c.token_ids for c in group] for group in groups]
-

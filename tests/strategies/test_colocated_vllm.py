@@ -21,6 +21,7 @@ from lightrl.strategies import ColocatedVLLMStrategy, colocated
 from tests.helpers.fits import (
     BAR,
     Witness,
+    cleaned_up,
     fit,
     gap,
     ids_of,
@@ -108,7 +109,8 @@ def test_callbacks_and_module_hear_of_every_push() -> None:
 FAULTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "perturbed": lambda t: t + 1e-3 * t.abs().max(),
     "one entry": lambda t: t.clone().view(-1).index_fill_(0, torch.tensor([t.numel() // 2]), 1.0).view_as(t),
-    "transposed": lambda t: t.flip(0),
+    "upside down": lambda t: t.flip(0),
+    "one small step": lambda t: t + 1e-6 * torch.randn(t.shape, generator=torch.Generator().manual_seed(0)).sign(),
 }
 TAMPERED = [
     "model.embed_tokens.weight",
@@ -163,7 +165,8 @@ def tampered_with() -> dict[tuple[str, str], str]:
                     errors[name, fault] = error_of(lambda: pushing(strategy))
         errors["nothing", "in the end"] = error_of(lambda: pushing(strategy))
 
-    with_engine(noisy_norms(tiny_model(tied=False)), body)
+    with cleaned_up():
+        with_engine(noisy_norms(tiny_model(tied=False)), body)
     return errors
 
 
@@ -231,7 +234,7 @@ class Calls(Callback):
 
 
 def fit_on_one_long_prompt(*callbacks: Callback) -> None:
-    strategy = ColocatedVLLMStrategy(engine_args=SMALL_BLOCKS)
+    strategy = ColocatedVLLMStrategy(engine_args=SMALL_BLOCKS, sleep=False)  # vLLM's own sleep would clear it too
     data = tiny_data(LONG_PROMPT, prompts_per_step=1)
     fit(tiny_model(), strategy, data=data, callbacks=callbacks, max_steps=3)
 
@@ -271,7 +274,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of three steps from ``tiny_model()``."""
     folder = tmp_path_factory.mktemp("checkpoint")
     saver = ModelCheckpoint(folder, save_last=True, every_n_train_steps=1)
-    fit(tiny_model(), callbacks=[saver], max_steps=3, enable_checkpointing=True)
+    with cleaned_up():
+        fit(tiny_model(), callbacks=[saver], max_steps=3, enable_checkpointing=True)
     return folder / "last.ckpt"
 
 
@@ -385,7 +389,8 @@ def samples() -> dict[str, Any]:
         made["unseeded, alone"] = [sample([p], seed=1)[0] for p in PROMPTS]
         made["no prompts"] = sample([], seed=1)
 
-    with_engine(tiny_model(), body)
+    with cleaned_up():
+        with_engine(tiny_model(), body)
     return made
 
 
