@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a model this small only waits for a second thread
 
 from lightning.pytorch import seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -15,7 +18,7 @@ from examples.tiny.task import reward, write_task
 from lightrl import RLModule, RolloutDataModule, Trainer
 from lightrl.callbacks import SampleTable
 
-MAX_STEPS = 60
+MAX_STEPS = 80
 
 
 def main() -> None:
@@ -26,7 +29,7 @@ def main() -> None:
     logger = TensorBoardLogger(args.out, name="")
     say(f"run: {logger.log_dir}")
 
-    module = RLModule(task.model_dir, lr=1e-3)
+    module = RLModule(task.model_dir, lr=1e-3, schedule="linear")
     data = RolloutDataModule(
         str(task.train),
         reward=reward,

@@ -22,7 +22,7 @@ from tests.helpers.fits import (
 )
 from tests.helpers.tiny import by_hand, tiny_model, tiny_prompts
 
-RAGGED = [[5, 9, 17], [4], [6, 7, 8, 9, 10, 11]]
+RAGGED = [[0, 9, 17], [4], [6, 7, 8, 9, 10, 11]]  # 0 is also what a rectangle is filled with
 CPU = torch.device("cpu")
 
 

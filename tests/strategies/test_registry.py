@@ -9,6 +9,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 import lightrl
 from lightrl import RLModule
@@ -99,10 +100,9 @@ def test_a_strategy_that_cannot_generate_is_refused(strategy: str) -> None:
 
 
 def test_a_module_of_another_kind_is_refused() -> None:
+    trainer = quiet_trainer("colocated_hf", max_steps=1)
     with pytest.raises(ValueError, match=r"BoringModel has no `policy`.*RLModule"):
-        from lightning.pytorch.demos.boring_classes import BoringModel
-
-        quiet_trainer("colocated_hf", max_steps=1).fit(BoringModel())
+        trainer.fit(BoringModel())
 
 
 def test_importing_lightrl_is_light_and_a_missing_vllm_is_said_at_once() -> None:
