@@ -14,7 +14,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from lightrl.prompts import PromptOrder, check_pad_token, ground_truth, load_rows, stop_token_ids, tokenize_prompts
+from lightrl.prompts import PromptOrder, ground_truth, load_rows, stop_token_ids, tokenize_prompts
 
 SPECIAL = ["<bos>", "<eos>", "<pad>", "<system>", "<user>", "<assistant>", "<end>"]
 LETTERS = "abcdefghijklmnopqrstuvwxyz ?"
@@ -263,9 +263,6 @@ def test_pad_equal_to_eos_changes_no_prompt(tokenizer: PreTrainedTokenizerFast) 
     before = [p.token_ids for p in tokenize_prompts(rows, tokenizer, max_prompt_tokens=None)]
     tokenizer.pad_token = "<eos>"
     assert [p.token_ids for p in tokenize_prompts(rows, tokenizer, max_prompt_tokens=None)] == before
-    assert check_pad_token(tokenizer, (1,)) == tokenizer.eos_token_id
-    tokenizer.pad_token = None
-    assert check_pad_token(tokenizer, (6, 7)) == 6
 
 
 # --- order

@@ -118,7 +118,7 @@ def shut_down(llm: Any) -> None:
     if finalizer is not None:
         finalizer.detach()
     llm.llm_engine.model_executor.shutdown()
-    renderer = getattr(llm.llm_engine, "renderer", None)
+    renderer: Any = getattr(llm.llm_engine, "renderer", None)
     if hasattr(renderer, "shutdown"):
         renderer.shutdown()  # or its idle threads stay until the garbage collector finds them
     parallel_state.destroy_model_parallel()

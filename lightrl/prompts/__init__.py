@@ -4,8 +4,8 @@ Left out: cutting long prompts. A cut prompt is another prompt (its role markers
 or dropped.
 """
 
-from lightrl.prompts.chat import check_pad_token, stop_token_ids, tokenize_prompts
+from lightrl.prompts.chat import stop_token_ids, tokenize_prompts
 from lightrl.prompts.order import PromptOrder
 from lightrl.prompts.rows import ground_truth, load_rows
 
-__all__ = ["PromptOrder", "check_pad_token", "ground_truth", "load_rows", "stop_token_ids", "tokenize_prompts"]
+__all__ = ["PromptOrder", "ground_truth", "load_rows", "stop_token_ids", "tokenize_prompts"]

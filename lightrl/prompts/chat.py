@@ -99,15 +99,6 @@ def stop_token_ids(
     return tuple(sorted(int(i) for i in found))
 
 
-def check_pad_token(tokenizer: PreTrainedTokenizerBase, stop_ids: Sequence[int]) -> int:
-    """Return the id to fill rectangles with: the pad token, or a stop id where there is none.
-
-    It may equal EOS: lengths alone say what is padding, so no mask is ever made by comparing ids with it.
-    """
-    pad: int | None = tokenizer.pad_token_id
-    return stop_ids[0] if pad is None else pad
-
-
 def _encode(texts: list[str], tokenizer: PreTrainedTokenizerBase, special_tokens: bool) -> list[list[int]]:
     encoded = tokenizer(
         texts,
