@@ -23,13 +23,10 @@ from tests.helpers.fits import (
     Witness,
     cleaned_up,
     fit,
-    gap,
     ids_of,
-    plain_copy,
     quiet_trainer,
     sampling,
     tiny_data,
-    whole_weights,
     with_engine,
 )
 from tests.helpers.tiny import tiny_model, tiny_prompts, tiny_tokenizer
