@@ -5,6 +5,7 @@ Importing it registers the strategies ``"colocated_vllm"`` and ``"colocated_hf"`
 
 from lightning.pytorch import Trainer
 
+from lightrl import algorithms as algorithms
 from lightrl import strategies as strategies
 from lightrl.datamodule import RolloutDataModule
 from lightrl.module import RLModule

@@ -5,12 +5,18 @@ update (proximal policy); ``logprobs`` the current policy's. A correction return
 multiply the per-token loss of :mod:`lightrl.losses` by the weights. Where a weight is 0 the token still counts in the
 loss's denominator, unless ``weights > 0`` goes into ``loss_mask`` before counting. A masked slot has weight 0.
 
+The classes at the end are the same functions with their thresholds bound, for ``RLModule(..., correction=...)``: there
+a token of weight 0 does stay in the denominator, which is counted before the weights are known.
+
 Log-ratios are clamped to +-20 (masked.py). Left out: any choice of thresholds by data.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +24,9 @@ from torch import Tensor
 from lightrl.kl import k3
 from lightrl.losses import Terms
 from lightrl.masked import bounded_exp, check_shapes, live_or_nan, select_live, sequence_mean, sequence_sum
+
+if TYPE_CHECKING:
+    from lightrl.packing import MicroBatch
 
 
 def truncated_token_weights(
@@ -207,9 +216,13 @@ def _check_band(low: float, high: float) -> None:
         raise ValueError(f"low={low} and high={high} must satisfy 0 <= low < high.")
 
 
-def _truncated(log_ratio: Tensor, cap: float, loss_mask: Tensor | None) -> Terms:
+def _check_cap(cap: float) -> None:
     if not cap > 0:
         raise ValueError(f"cap={cap} must be > 0.")
+
+
+def _truncated(log_ratio: Tensor, cap: float, loss_mask: Tensor | None) -> Terms:
+    _check_cap(cap)
     ratio = bounded_exp(log_ratio)
     (weights,) = select_live(loss_mask, ratio.clamp(max=cap))
     return weights, {"ratio": live_or_nan(loss_mask, ratio), "truncated_frac": live_or_nan(loss_mask, ratio > cap)}
@@ -219,3 +232,64 @@ def _rejected(weights: Tensor, ratio: Tensor, low: float, high: float, loss_mask
     outside = (ratio < low) | (ratio > high)
     (weights,) = select_live(loss_mask, weights.masked_fill(outside, 0.0))
     return weights, {"ratio": live_or_nan(loss_mask, ratio), "rejected_frac": live_or_nan(loss_mask, outside)}
+
+
+Correction = Callable[["MicroBatch", Tensor], Terms]
+"""From a micro-batch and its old_logprobs [N]: weights [N], detached, and per-token metrics by name."""
+
+
+@dataclass(frozen=True)
+class TruncatedToken:
+    """:func:`truncated_token_weights` with its ``cap``; ``TruncatedToken(math.inf)`` makes PPO decoupled PPO."""
+
+    cap: float = 2.0
+
+    def __post_init__(self) -> None:
+        _check_cap(self.cap)
+
+    def __call__(self, batch: MicroBatch, old: Tensor) -> Terms:
+        """Return weights and metrics, [N]."""
+        return truncated_token_weights(old, batch.rollout_logprobs, cap=self.cap, loss_mask=batch.loss_mask)
+
+
+@dataclass(frozen=True)
+class TruncatedSequence(TruncatedToken):
+    """:func:`truncated_sequence_weights` with its ``cap``."""
+
+    def __call__(self, batch: MicroBatch, old: Tensor) -> Terms:
+        """Return weights and metrics, [N]."""
+        return truncated_sequence_weights(
+            old, batch.rollout_logprobs, batch.sequence_ids, cap=self.cap, loss_mask=batch.loss_mask
+        )
+
+
+@dataclass(frozen=True)
+class MaskedToken:
+    """:func:`masked_token_weights` with its band."""
+
+    low: float = 0.5
+    high: float = 5.0
+
+    def __post_init__(self) -> None:
+        _check_band(self.low, self.high)
+
+    def __call__(self, batch: MicroBatch, old: Tensor) -> Terms:
+        """Return weights and metrics, [N]."""
+        return masked_token_weights(
+            old, batch.rollout_logprobs, low=self.low, high=self.high, loss_mask=batch.loss_mask
+        )
+
+
+@dataclass(frozen=True)
+class GeometricMean(MaskedToken):
+    """:func:`geometric_mean_weights` with its band."""
+
+    low: float = 0.99
+    high: float = 1.01
+
+    def __call__(self, batch: MicroBatch, old: Tensor) -> Terms:
+        """Return weights and metrics, [N]."""
+        band = {"low": self.low, "high": self.high}
+        return geometric_mean_weights(
+            old, batch.rollout_logprobs, batch.sequence_ids, **band, loss_mask=batch.loss_mask
+        )

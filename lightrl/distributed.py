@@ -21,11 +21,20 @@ def rank() -> int:
 
 def all_sum(values: Tensor) -> Tensor:
     """Sum ``values`` (any shape) over all ranks; returned on the device it came from."""
+    return _reduced(values, dist.ReduceOp.SUM)
+
+
+def all_max(values: Tensor) -> Tensor:
+    """Largest of ``values`` (any shape) over all ranks, entry by entry; returned on the device it came from."""
+    return _reduced(values, dist.ReduceOp.MAX)
+
+
+def _reduced(values: Tensor, op: Any) -> Tensor:
     if world_size() == 1:
         return values
     device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
     moved = values.to(device, copy=True)
-    dist.all_reduce(moved)
+    dist.all_reduce(moved, op)
     return moved.to(values.device)
 
 

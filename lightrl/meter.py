@@ -21,6 +21,7 @@ class Meter:
 
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
+        self._maxima: dict[str, Tensor] = {}
 
     def add(self, name: str, values: Tensor | float, *, mask: Tensor | None = None, weight: float = 1.0) -> None:
         """Add values to the mean called ``name``.
@@ -46,6 +47,12 @@ class Meter:
             total, count = before[0].to(total.device) + total, before[1].to(count.device) + count
         self._sums[name] = (total, count)
 
+    def add_max(self, name: str, values: Tensor, *, mask: Tensor) -> None:
+        """Add values to the maximum called ``name``, NaN and masked entries skipped; it is 0 where there are none."""
+        values = values.detach().double()
+        largest = torch.where(mask & ~values.isnan(), values, 0.0).amax()
+        self._maxima[name] = torch.maximum(self._maxima[name], largest) if name in self._maxima else largest
+
     def add_all(self, metrics: Mapping[str, Tensor | float], mask: Tensor) -> None:
         """Add what a loss returns: tensors shaped like ``mask`` token by token, numbers once for each live token."""
         live = float(mask.sum())
@@ -57,10 +64,14 @@ class Meter:
             else:
                 self.add_sum(name, 0.0, 0.0)  # every rank must have the same names
 
-    def means(self, reduce_sum: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, float]:
-        """Return the means, summed over ranks by ``reduce_sum``; names without a single entry are left out.
+    def means(
+        self,
+        reduce_sum: Callable[[Tensor], Tensor] = lambda x: x,
+        reduce_max: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> dict[str, float]:
+        """Return the means, and the maxima, over ranks; names of means without a single entry are left out.
 
-        Every rank must have the same names: they are put in order, and reduced in one call.
+        Every rank must have the same names: they are put in order, and each kind is reduced in one call.
         """
         if not self._sums:
             return {}
@@ -68,4 +79,8 @@ class Meter:
         device = max((s.device for s, _ in self._sums.values()), key=lambda d: d.type != "cpu")
         both = torch.stack([torch.stack([self._sums[n][0].to(device), self._sums[n][1].to(device)]) for n in names])
         rows = reduce_sum(both).tolist()
-        return {n: total / count for n, (total, count) in zip(names, rows, strict=True) if count > 0}
+        means = {n: total / count for n, (total, count) in zip(names, rows, strict=True) if count > 0}
+        if self._maxima:
+            largest = reduce_max(torch.stack([self._maxima[n] for n in sorted(self._maxima)])).tolist()
+            means |= dict(zip(sorted(self._maxima), largest, strict=True))
+        return means

@@ -1,36 +1,34 @@
-"""The algorithm: a LightningModule whose training step is one optimizer step on one batch of rollouts."""
+"""The algorithm: what a loss and advantages are, and everything that a user overrides."""
 
 from __future__ import annotations
 
 import copy
-import time
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import LightningModule
 from torch import Tensor
-from torchmetrics import MeanMetric
 
 from lightrl import advantages as estimators
 from lightrl import kl
-from lightrl.distributed import all_sum
-from lightrl.losses import aggregate, clipped_policy_terms
-from lightrl.meter import Meter
-from lightrl.optim import SCHEDULES, schedule_factor
-from lightrl.packing import MicroBatch, StepBatch, pack, plan_micro_batches
-from lightrl.policy import PolicyForward, load_policy, load_tokenizer, without_dropout
-from lightrl.types import Rollout, RolloutBatch
+from lightrl.corrections import Correction, approximate_proximal
+from lightrl.losses import MODES, Terms, aggregate, clipped_policy_terms
+from lightrl.optim import SCHEDULES
+from lightrl.packing import MicroBatch, pack, plan_micro_batches
+from lightrl.policy import load_policy, load_tokenizer, without_dropout
+from lightrl.step import StepModule
+from lightrl.types import Rollout, RolloutBatch, RolloutGroup
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-AGGREGATIONS = ("token", "sequence", "constant")
 
-
-class RLModule(LightningModule):
+class RLModule(StepModule):
     """GRPO (DeepSeekMath, arXiv:2402.03300) on any Hugging Face causal language model. Override ``loss`` to change it.
+
+    Smaller pieces to override: ``estimate`` (advantages from rewards), ``rewards`` (what they are made of) and
+    ``policy_terms`` (the loss of a token). :mod:`lightrl.algorithms` has the field's estimators and losses.
 
     Args:
         model: folder, hub name, or a ``PreTrainedModel`` (its parameters in float32).
@@ -41,10 +39,19 @@ class RLModule(LightningModule):
         schedule: ``"constant"``, ``"linear"`` or ``"cosine"`` (the latter two fall to 0 at the run's end).
         clip_ratio_low: the ratio to the old policy counts down to ``1 - clip_ratio_low``.
         clip_ratio_high: and up to ``1 + clip_ratio_high``.
-        kl_coef: weight of the KL to the frozen initial policy in the loss; above 0 a second copy of the model is kept.
+        kl_coef: weight of the KL to the frozen initial policy; above 0 a second copy of the model is kept.
+        kl_in_reward: take the KL, summed over a completion (k1), from its reward instead of adding it to the loss.
+        entropy_coef: weight of the entropy bonus: the loss is less by it times the policy's entropy.
         scale_rewards: divide a group's advantages by its standard deviation (GRPO) or not (Dr. GRPO).
         aggregation: ``"token"`` (mean over all tokens of the step), ``"sequence"`` (mean over sequences of their token
             means) or ``"constant"`` (sum over tokens / (sequences x longest allowed completion)).
+        mask_truncated: leave completions that the token budget ended out of the loss, above and below the line; their
+            rewards still count in their group's baseline.
+        correction: weights for the gap between sampler and trainer, such as
+            :class:`lightrl.corrections.TruncatedToken`; they multiply the policy's loss terms, not KL or entropy. It is
+            not saved in checkpoints: give it to ``load_from_checkpoint`` again.
+        recompute_old_logprobs: where rollouts are used more than once, run the model over them before the first update;
+            False saves the pass and interpolates by age (:func:`lightrl.corrections.approximate_proximal`).
         packed: lay sequences end to end without padding; None: where the model's attention allows it.
         trust_remote_code: run code that comes with the model.
 
@@ -54,7 +61,8 @@ class RLModule(LightningModule):
 
     min_group_size = 2
     """A baseline from the group needs two completions of each prompt."""
-    policy: PreTrainedModel
+    max_sampling_rounds = 1
+    """How often at most a step samples to replace groups that ``keep_group`` refuses; 1 asks about none."""
     model: str | PreTrainedModel
 
     def __init__(
@@ -68,38 +76,46 @@ class RLModule(LightningModule):
         clip_ratio_low: float = 0.2,
         clip_ratio_high: float = 0.2,
         kl_coef: float = 0.0,
+        kl_in_reward: bool = False,
+        entropy_coef: float = 0.0,
         scale_rewards: bool = True,
         aggregation: str = "token",
+        mask_truncated: bool = False,
+        correction: Correction | None = None,
+        recompute_old_logprobs: bool = True,
         packed: bool | None = None,
         trust_remote_code: bool = False,
     ) -> None:
-        super().__init__()
+        super().__init__(packed)
         model = str(model) if isinstance(model, Path) else model
-        self.save_hyperparameters(ignore=[] if isinstance(model, str) else ["model"], logger=False)
-        if aggregation not in AGGREGATIONS:
-            raise ValueError(f"aggregation={aggregation!r} is not one of {', '.join(AGGREGATIONS)}")
+        ignored = ["correction"] if isinstance(model, str) else ["correction", "model"]
+        self.save_hyperparameters(ignore=ignored, logger=False)
+        if aggregation not in MODES:
+            raise ValueError(f"aggregation={aggregation!r} is not one of {', '.join(MODES)}")
         if schedule not in SCHEDULES:
             raise ValueError(f"schedule={schedule!r} is not one of {', '.join(SCHEDULES)}")
-        if not lr >= 0 or not kl_coef >= 0 or not 0 <= clip_ratio_low < 1 or not clip_ratio_high >= 0:
-            raise ValueError(
-                f"lr={lr}, kl_coef={kl_coef}, clip_ratio_low={clip_ratio_low}, clip_ratio_high={clip_ratio_high}: "
-                "none may be negative, and clip_ratio_low must be below 1"
-            )
-        if not weight_decay >= 0 or warmup_steps < 0 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(
-                f"weight_decay={weight_decay}, warmup_steps={warmup_steps}, betas={betas}: the first two must not be "
-                "negative, and each beta must be at least 0 and below 1"
-            )
+        not_negative = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "warmup_steps": warmup_steps,
+            "clip_ratio_low": clip_ratio_low,
+            "clip_ratio_high": clip_ratio_high,
+            "kl_coef": kl_coef,
+            "entropy_coef": entropy_coef,
+        }
+        for name, value in not_negative.items():
+            if not value >= 0:
+                raise ValueError(f"{name}={value} must not be negative")
+        if not clip_ratio_low < 1 or not all(0 <= beta < 1 for beta in betas):
+            raise ValueError(f"clip_ratio_low={clip_ratio_low} and each of betas={betas} must be 0 or more and below 1")
         object.__setattr__(self, "model", model)  # not a submodule: as such it would be saved beside the policy
         self.lr, self.betas, self.weight_decay = lr, betas, weight_decay
         self.warmup_steps, self.schedule = warmup_steps, schedule
         self.clip_ratio_low, self.clip_ratio_high = clip_ratio_low, clip_ratio_high
-        self.kl_coef, self.scale_rewards, self.aggregation = kl_coef, scale_rewards, aggregation
+        self.kl_coef, self.kl_in_reward, self.entropy_coef = kl_coef, kl_in_reward, entropy_coef
+        self.scale_rewards, self.aggregation, self.mask_truncated = scale_rewards, aggregation, mask_truncated
+        self.correction, self.recompute_old_logprobs = correction, recompute_old_logprobs
         self.trust_remote_code = trust_remote_code
-        self.policy_forward = PolicyForward(packed)
-        self.val_metrics = torch.nn.ModuleDict({"reward": MeanMetric(), "pass@1": MeanMetric()})
-        self._reference: list[PreTrainedModel] = []  # in a list: neither saved nor moved nor trained as a submodule
-        self._step_started = self._batch_started = time.perf_counter()
 
     # -- models -------------------------------------------------------------------------------------------------------
 
@@ -115,11 +131,6 @@ class RLModule(LightningModule):
         assert isinstance(self.model, str)
         return load_policy(self.model, trust_remote_code=self.trust_remote_code)
 
-    @property
-    def reference(self) -> PreTrainedModel | None:
-        """The frozen initial policy, or None."""
-        return self._reference[0] if self._reference else None
-
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The model's tokenizer."""
@@ -130,16 +141,54 @@ class RLModule(LightningModule):
         """Return the policy's logprobs, float32 [N], of a micro-batch's completion tokens."""
         return self.policy_forward(self.policy, micro)[0]
 
-    # -- the algorithm ------------------------------------------------------------------------------------------------
+    # -- advantages ---------------------------------------------------------------------------------------------------
+
+    def keep_group(self, group: RolloutGroup) -> bool:
+        """Tell whether to train on a scored group, or to sample another prompt (up to ``max_sampling_rounds``)."""
+        return True
+
+    def trains_on(self, rollout: Rollout) -> bool:
+        """Tell whether a rollout counts in the loss and its denominator."""
+        return rollout.reward is not None and not (self.mask_truncated and rollout.truncated)
 
     def advantages(self, batch: RolloutBatch) -> None:
-        """Set ``advantage`` on every rollout of ``batch`` from the rewards of its group."""
-        rollouts = batch.rollouts
-        rewards = torch.tensor([float("nan") if r.reward is None else r.reward for r in rollouts])
-        groups = torch.tensor([r.group_id for r in rollouts], dtype=torch.int64)
-        estimate = estimators.group_zscore if self.scale_rewards else estimators.group_mean
-        for rollout, advantage in zip(rollouts, estimate(rewards, groups).tolist(), strict=True):
+        """Set ``advantage`` on every rollout of ``batch``. All ranks call it together."""
+        groups = torch.tensor([r.group_id for r in batch], dtype=torch.int64)
+        found = self.estimate(self.rewards(batch), groups, batch).tolist()
+        for rollout, advantage in zip(batch, found, strict=True):
             rollout.advantage = advantage
+
+    def rewards(self, batch: RolloutBatch) -> Tensor:
+        """Return what advantages are made of, [R]: rewards, less the KL with ``kl_in_reward``; NaN where unscored."""
+        rewards = torch.tensor([float("nan") if r.reward is None else r.reward for r in batch], dtype=torch.float64)
+        if self.kl_in_reward and self.kl_coef > 0:
+            kls = [
+                float(kl.k1(r.old_logprobs, r.ref_logprobs, loss_mask=r.loss_mask).sum())
+                for r in batch
+                if r.ref_logprobs is not None
+            ]
+            rewards -= self.kl_coef * torch.tensor(kls, dtype=torch.float64)
+        return rewards
+
+    def estimate(self, rewards: Tensor, group_ids: Tensor, batch: RolloutBatch) -> Tensor:
+        """Return advantages [R] of this rank's rewards [R] (NaN: unscored) in groups [R].
+
+        ``batch`` has the rollouts, in the same order, for estimators that look at more than the reward.
+        """
+        return (estimators.group_zscore if self.scale_rewards else estimators.group_mean)(rewards, group_ids)
+
+    # -- the loss -----------------------------------------------------------------------------------------------------
+
+    def policy_terms(self, batch: MicroBatch, logprobs: Tensor, old: Tensor) -> Terms:
+        """Return the policy's loss by token, [N], and metrics by token; ``old`` is pi_old, [N]."""
+        return clipped_policy_terms(
+            logprobs,
+            old,
+            batch.advantages,
+            clip_ratio_low=self.clip_ratio_low,
+            clip_ratio_high=self.clip_ratio_high,
+            loss_mask=batch.loss_mask,
+        )
 
     def loss(self, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor | float]]:
         """The loss of one micro-batch: its part of the mean over the whole step.
@@ -153,18 +202,26 @@ class RLModule(LightningModule):
             of the step, and metrics: a tensor [N] is averaged over the step's live tokens, NaN entries skipped, and a
             number counts once for each live token.
         """
-        old = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
-        terms, metrics = clipped_policy_terms(
-            logprobs,
-            old,
-            batch.advantages,
-            clip_ratio_low=self.clip_ratio_low,
-            clip_ratio_high=self.clip_ratio_high,
-            loss_mask=batch.loss_mask,
-        )
-        if self.kl_coef > 0 and batch.ref_logprobs is not None:
+        old = self.proximal_logprobs(batch, logprobs)
+        terms, measured = self.policy_terms(batch, logprobs, old)
+        metrics: dict[str, Tensor | float] = {}
+        if "clip_frac" in measured:
+            metrics["train/clip_frac"] = measured["clip_frac"]
+        if self.correction is not None:
+            weights, measured = self.correction(batch, old)
+            terms = terms * weights
+            metrics |= {f"mismatch/{name}": values for name, values in measured.items() if name != "ratio"}
+        if self.kl_coef > 0 and not self.kl_in_reward and batch.ref_logprobs is not None:
             terms = terms + self.kl_coef * kl.reverse_kl(logprobs, batch.ref_logprobs, old, loss_mask=batch.loss_mask)
-        return self.aggregate(terms, batch), {"train/clip_frac": metrics["clip_frac"]}
+        return self.aggregate(terms, batch), metrics
+
+    def proximal_logprobs(self, batch: MicroBatch, logprobs: Tensor) -> Tensor:
+        """Return pi_old's logprobs, [N], detached: those of before the first update on these rollouts."""
+        if batch.old_logprobs is not None:
+            return batch.old_logprobs
+        if self.recompute_old_logprobs:  # and nothing was: this is the first update
+            return logprobs.detach()
+        return approximate_proximal(logprobs, batch.rollout_logprobs, self.global_step - batch.policy_versions)
 
     def aggregate(self, terms: Tensor, batch: MicroBatch) -> Tensor:
         """Add up per-token loss terms [N] of live tokens over the step's denominator, as ``aggregation`` says."""
@@ -186,7 +243,7 @@ class RLModule(LightningModule):
             max_tokens: token budget of a micro-batch.
             reused: more than one update will use these rollouts, so the policy of before the first must be remembered.
         """
-        models = [("scored_logprobs", self.policy)] if reused else []
+        models = [("scored_logprobs", self.policy)] if reused and self.recompute_old_logprobs else []
         models += [("ref_logprobs", self.reference)] if self.reference is not None else []
         if not models:
             return
@@ -197,98 +254,3 @@ class RLModule(LightningModule):
                 pieces = logprobs.split([len(r.completion_ids) for r in part])
                 for rollout, piece in zip(part, pieces, strict=True):
                     setattr(rollout, name, piece.clone())
-
-    # -- Lightning ----------------------------------------------------------------------------------------------------
-
-    def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
-        """One optimizer step: every micro-batch but the last runs its backward here, the last one's is Lightning's."""
-        strategy: Any = self.trainer.strategy
-        self.trainer.optimizers[0].zero_grad()
-        meter, before = Meter(), torch.zeros((), device=self.device)
-        for micro in batch.micro[:-1]:
-            loss = self._micro_loss(micro, meter, last=False)
-            strategy.backward(loss, None)
-            before += loss.detach()
-        loss = self._micro_loss(batch.micro[-1], meter, last=True) + before
-        meter.add("train/loss", loss)
-        self._log(batch, meter)
-        return loss
-
-    def _micro_loss(self, micro: MicroBatch, meter: Meter, *, last: bool) -> Tensor:
-        strategy: Any = self.trainer.strategy
-        if hasattr(strategy, "sync_gradients"):
-            strategy.sync_gradients(last)
-        logprobs, entropy = self.policy_forward(self.policy, micro)
-        loss, metrics = self.loss(micro, logprobs)
-        meter.add_all(metrics, micro.loss_mask)
-        meter.add("train/entropy", entropy, mask=micro.loss_mask)
-        old = logprobs.detach() if micro.old_logprobs is None else micro.old_logprobs
-        meter.add("kl/mismatch", kl.k3(micro.rollout_logprobs, old), mask=micro.loss_mask)
-        if self.reference is not None and micro.ref_logprobs is not None:  # an idle rollout has some in any case
-            meter.add("kl/ref", kl.k3(logprobs.detach(), micro.ref_logprobs), mask=micro.loss_mask)
-        return loss * self.trainer.world_size  # data parallelism averages gradients over ranks
-
-    def _log(self, batch: StepBatch, meter: Meter) -> None:
-        now = time.perf_counter()
-        seconds, self._step_started = now - self._step_started, now
-        tokens = sum(len(m.input_ids) for m in batch.micro)
-        meter.add_sum("perf/tokens_per_second", tokens * self.trainer.world_size, seconds)
-        for name, (total, count) in batch.measured.items():
-            meter.add_sum(name, total, count)
-        shown = {"reward/mean", "kl/mismatch", "kl/ref", "perf/tokens_per_second"}
-        for name, value in meter.means(all_sum).items():
-            self.log(name, value, on_step=True, on_epoch=False, prog_bar=name in shown, batch_size=1)
-
-    def on_train_batch_start(self, batch: StepBatch, batch_idx: int) -> None:
-        """Start the clock of ``time/train_step``: the whole optimizer step, without making the rollouts."""
-        self._batch_started = time.perf_counter()
-
-    def on_train_batch_end(self, outputs: Any, batch: StepBatch, batch_idx: int) -> None:
-        """Stop it."""
-        seconds = time.perf_counter() - self._batch_started
-        self.log("time/train_step", seconds, on_step=True, on_epoch=False, batch_size=1)
-
-    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
-        """Nothing: Lightning calls it after ``training_step``, where it would wipe the micro-batches already summed."""
-
-    def configure_gradient_clipping(
-        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
-    ) -> None:
-        """Clip as the Trainer says, and log ``train/grad_norm``: the norm before clipping, over all ranks."""
-        grads = [p.grad for p in self.policy.parameters() if p.grad is not None]
-        norm: Any = torch.nn.utils.get_total_norm(grads)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-        self.log("train/grad_norm", norm, on_step=True, on_epoch=False, batch_size=1)
-        self.clip_gradients(
-            optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
-        )
-
-    def validation_step(self, batch: RolloutBatch, batch_idx: int) -> None:
-        """Log ``val/reward`` and ``val/pass@1`` (share of completions whose reward is at least 1) over all prompts."""
-        rewards = torch.tensor([r.reward for r in batch.rollouts if r.reward is not None], device=self.device)
-        for name, values in (("reward", rewards), ("pass@1", (rewards >= 1).float())):
-            metric = self.val_metrics[name]
-            assert isinstance(metric, MeanMetric)
-            metric.update(values, torch.ones_like(values)) if len(values) else metric.update(0.0, 0.0)
-            self.log(f"val/{name}", metric, on_step=False, on_epoch=True, prog_bar=True, batch_size=1)
-
-    def predict_step(self, batch: RolloutBatch, batch_idx: int) -> list[Rollout]:
-        """Return the scored rollouts."""
-        return batch.rollouts
-
-    def configure_optimizers(self) -> Any:
-        """AdamW, without decay on vectors, and the learning rate's schedule by optimizer step."""
-        trained = [p for p in self.policy.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in trained if p.ndim > 1], "weight_decay": self.weight_decay},
-            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=self.lr, betas=self.betas, fused=self.device.type == "cuda"
-        )
-        if self.schedule == "constant" and not self.warmup_steps:
-            return optimizer
-        total = self.trainer.estimated_stepping_batches if self.schedule != "constant" else None
-        factor = schedule_factor(self.schedule, self.warmup_steps, total)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}

@@ -1,11 +1,26 @@
-"""Learning rate schedules."""
+"""The optimizer, and learning rate schedules."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import torch
 
 SCHEDULES = ("constant", "linear", "cosine")
+
+
+def make_optimizer(
+    parameters: Iterable[torch.nn.Parameter], *, lr: float, betas: tuple[float, float], weight_decay: float
+) -> torch.optim.AdamW:
+    """Return AdamW on the parameters that are trained, without decay on vectors; fused on CUDA."""
+    trained = [p for p in parameters if p.requires_grad]
+    groups = [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    fused = any(p.device.type == "cuda" for p in trained)
+    return torch.optim.AdamW([g for g in groups if g["params"]], lr=lr, betas=betas, fused=fused)
 
 
 def schedule_factor(schedule: str, warmup_steps: int, total_steps: float | None) -> Callable[[int], float]:

@@ -125,18 +125,23 @@ class PolicyForward:
         self.packed = packed
         self._head_is_last = True
 
-    def __call__(self, model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Return (logprobs [N], entropy [N]) in float32 at the sampling temperature; entropy has no gradient."""
+    def __call__(
+        self, model: PreTrainedModel, micro: MicroBatch, *, entropy_grad: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Return (logprobs [N], entropy [N]) in float32 at the sampling temperature.
+
+        The entropy has gradient only where ``entropy_grad`` asks for it.
+        """
         if self._head_is_last:
-            result = self._fused(model, micro)
+            result = self._fused(model, micro, entropy_grad)
             if result is not None:
                 return result
             self._head_is_last = False
         logits = _at(self._run(model, micro).logits, self._index(model, micro))
         logprobs = token_logprobs(logits, micro.targets, micro.temperature)
-        return logprobs, entropy(logits.detach(), micro.temperature)
+        return logprobs, entropy(logits if entropy_grad else logits.detach(), micro.temperature)
 
-    def _fused(self, model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor, Tensor] | None:
+    def _fused(self, model: PreTrainedModel, micro: MicroBatch, entropy_grad: bool) -> tuple[Tensor, Tensor] | None:
         head: Any = model.get_output_embeddings()
         index = self._index(model, micro)
         found: list[Tensor] = []
@@ -145,7 +150,12 @@ class PolicyForward:
             # Here, inside the root's forward, FSDP2 has the (perhaps tied) weight gathered.
             found.extend(
                 chunked_token_logprobs(
-                    _at(hidden, index), head.weight, micro.targets, bias=head.bias, temperature=micro.temperature
+                    _at(hidden, index),
+                    head.weight,
+                    micro.targets,
+                    bias=head.bias,
+                    temperature=micro.temperature,
+                    entropy_grad=entropy_grad,
                 )
             )
             return found[0]

@@ -58,7 +58,8 @@ class RolloutSource:
                     )
                 )
             groups.append(RolloutGroup(prompt, rollouts))
-        return RolloutBatch(groups, self.strategy.policy_version, sampling.temperature, seconds)
+        version, longest = self.strategy.policy_version, sampling.max_completion_tokens
+        return RolloutBatch(groups, version, sampling.temperature, seconds, longest)
 
     def require_scores(self, batch: RolloutBatch) -> None:
         """Raise ValueError if no rollout on any rank has a reward and no reward failed (a collective)."""

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.distributed import all_objects, rank, world_size
 from lightrl.packing import StepBatch, live_tokens, pack, plan_micro_batches, shuffled_parts
@@ -10,7 +14,7 @@ from lightrl.prompts import PromptOrder, stop_token_ids
 from lightrl.rng import derive_seed
 from lightrl.rollout_state import rollouts_from_state, rollouts_to_state
 from lightrl.sources import RolloutSource, measure
-from lightrl.types import Prompt, Rollout, RolloutBatch, Sampling
+from lightrl.types import Prompt, Rollout, RolloutBatch, RolloutGroup, Sampling
 
 if TYPE_CHECKING:
     from lightrl.datamodule import RolloutDataModule
@@ -29,10 +33,11 @@ class RolloutStream:
         self.data, self.prompts, self.seed = data, prompts, seed
         self.order = PromptOrder(len(prompts), seed, data.shuffle) if prompts else None
         self.batches = 0
-        """Rollout batches used up."""
+        """Rounds of sampling used up: one for each rollout batch, more where groups were replaced."""
         self.step = 0
         """Optimizer steps handed out of the current batch."""
         self.current: RolloutBatch | None = None
+        self._warned = False
 
     @property
     def steps_per_rollout(self) -> int:
@@ -45,7 +50,7 @@ class RolloutStream:
         if self.current is None:
             self.current, measured = self._collect()
         batch = self.current
-        trained = [r for r in batch.rollouts if r.reward is not None]
+        trained = [r for r in batch.rollouts if self._module.trains_on(r)]
         if self.steps_per_rollout > 1:
             count = self.data.minibatches_per_rollout
             round_, part = divmod(self.step, count)
@@ -59,17 +64,68 @@ class RolloutStream:
         return self._step_batch(trained, batch, measured)
 
     def _collect(self) -> tuple[RolloutBatch, dict[str, tuple[float, float]]]:
-        data, module = self.data, self._module
-        assert self.order is not None
-        rows = self.order.take(data.prompts_per_step)
-        sampling = self._sampling("train", self.batches, data.group_size, data.temperature, len(rows)).for_training()
-        source = self._source()
-        batch = source.rollout([self.prompts[i] for i in rows[rank() :: world_size()]], sampling)
+        module, before = self._module, self.batches
+        batch = self._sample(range(self.data.prompts_per_step))
         if self.batches == 0:  # later on, a whole batch of abstentions may be meant
-            source.require_scores(batch)
-        module.score(batch, max_tokens=data.max_tokens_per_micro_batch, reused=self.steps_per_rollout > 1)
+            self._source().require_scores(batch)
+        sampled = batch
+        if module.max_sampling_rounds > 1:
+            batch, sampled = self._replaced(batch)
+        max_tokens = self.data.max_tokens_per_micro_batch
+        module.score(batch, max_tokens=max_tokens, reused=self.steps_per_rollout > 1)
         module.advantages(batch)
-        return batch, measure(batch, self._trainer.global_step)
+        measured = measure(sampled, self._trainer.global_step)
+        if module.max_sampling_rounds > 1:
+            measured["rollout/sampling_rounds"] = (1.0 + self.batches - before, 1.0)
+        return batch, measured
+
+    def _sample(self, places: Sequence[int]) -> RolloutBatch:
+        """Sample the next prompts in the order, one for each place in the step; a place belongs to a rank."""
+        data = self.data
+        assert self.order is not None
+        rows = dict(zip(places, self.order.take(len(places)), strict=True))
+        mine = [p for p in places if p % world_size() == rank()]
+        sampling = self._sampling("train", self.batches, data.group_size, data.temperature, mine).for_training()
+        return self._source().rollout([self.prompts[rows[p]] for p in mine], sampling)
+
+    def _replaced(self, batch: RolloutBatch) -> tuple[RolloutBatch, RolloutBatch]:
+        """Return the batch with the groups that the module refuses replaced, and one of all that was sampled.
+
+        Metrics are of the latter: the rewards of what was kept say nothing of the policy.
+        """
+        module, places = self._module, range(rank(), self.data.prompts_per_step, world_size())
+        sampled = replace(batch, groups=list(batch.groups), seconds=dict(batch.seconds))
+        kept = {p: g for p, g in zip(places, batch.groups, strict=True) if module.keep_group(g)}
+        for _ in range(module.max_sampling_rounds - 1):
+            missing = self._missing(places, kept)
+            if not missing:
+                break
+            self.batches += 1  # another seed
+            again = self._sample(missing)
+            asked = [p for p in missing if p in places]
+            kept |= {p: g for p, g in zip(asked, again.groups, strict=True) if module.keep_group(g)}
+            sampled.groups += again.groups
+            sampled.seconds = {name: sampled.seconds[name] + seconds for name, seconds in again.seconds.items()}
+        if missing := self._missing(places, kept):
+            self._warn_of_few(len(missing))
+        batch.groups = [kept[p] for p in places if p in kept]
+        for group_id, group in enumerate(batch.groups):
+            for rollout in group.rollouts:
+                rollout.group_id = group_id
+        return batch, sampled
+
+    def _missing(self, places: Sequence[int], kept: dict[int, RolloutGroup]) -> list[int]:
+        """Places on any rank without a group (a collective): every rank comes to the same end of the rounds."""
+        return sorted(p for theirs in all_objects([p for p in places if p not in kept]) for p in theirs)
+
+    def _warn_of_few(self, missing: int) -> None:
+        if not self._warned:
+            rank_zero_warn(
+                f"after max_sampling_rounds={self._module.max_sampling_rounds} {missing} of "
+                f"{self.data.prompts_per_step} prompts have no group to train on: the step goes on without them. "
+                "Prompts may be too easy or too hard. (This is said once.)"
+            )
+        self._warned = True
 
     def _step_batch(
         self, rollouts: list[Rollout], batch: RolloutBatch, measured: dict[str, tuple[float, float]]
@@ -85,15 +141,14 @@ class RolloutStream:
     def validation_batch(self, prompts: list[Prompt], i: int, size: int) -> RolloutBatch:
         """Return batch ``i``, of ``size`` prompts on each rank: every prompt is in one batch on one rank."""
         share = range(rank(), len(prompts), world_size())[i * size : (i + 1) * size]
-        everyone = len(range(i * size * world_size(), min(len(prompts), (i + 1) * size * world_size())))
-        sampling = self._sampling("val", i, self.data.val_group_size, self.data.val_temperature, everyone)
+        places = [j - i * size * world_size() for j in share]
+        sampling = self._sampling("val", i, self.data.val_group_size, self.data.val_temperature, places)
         return self._source().rollout([prompts[j] for j in share], sampling)
 
-    def _sampling(self, kind: str, batch: int, n: int, temperature: float, num_prompts: int) -> Sampling:
+    def _sampling(self, kind: str, batch: int, n: int, temperature: float, places: Sequence[int]) -> Sampling:
         tokenizer, policy = self.data.tokenizer, self._module.policy
         assert tokenizer is not None
         seed = derive_seed(self.seed, kind, batch)
-        places = range(num_prompts)[rank() :: world_size()]
         return Sampling(
             max_completion_tokens=self.data.max_completion_tokens,
             num_completions=n,

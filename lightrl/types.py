@@ -147,6 +147,8 @@ class RolloutBatch:
     """Sampling temperature."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of each stage that made the batch, by metric name."""
+    max_completion_tokens: int = 0
+    """Longest completion that was allowed; 0: not known."""
 
     @property
     def rollouts(self) -> list[Rollout]:

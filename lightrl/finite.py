@@ -1,0 +1,65 @@
+"""NaN and inf in a live slot: noticed before the optimizer step, and named."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lightrl.meter import Meter
+from lightrl.packing import MicroBatch
+from lightrl.types import Rollout
+
+_NOTED = "nonfinite micro-batches"
+_SHOWN_TOKENS = 8
+
+
+class FiniteCheck:
+    """Looks at the micro-batches of one step without waiting for the device: its note travels with the metrics.
+
+    So every rank learns of it in the reduction that the metrics need anyway, and all raise together.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[MicroBatch, Tensor, Tensor]] = []
+
+    def note(self, micro: MicroBatch, logprobs: Tensor, loss: Tensor, meter: Meter) -> None:
+        """Note whether a live one of ``logprobs`` [N] or of the advantages, or the scalar ``loss``, is NaN or inf."""
+        finite = logprobs.isfinite() & micro.advantages.isfinite()
+        good = (finite | ~micro.loss_mask).all() & loss.isfinite()
+        meter.add_sum(_NOTED, (~good).double(), 1.0)
+        self._seen.append((micro, logprobs, loss))
+
+    def raise_if_noted(self, means: dict[str, float], rollouts: list[Rollout], step: int) -> None:
+        """Take the note out of the reduced ``means``; RuntimeError if any rank made one."""
+        if not means.pop(_NOTED):
+            return
+        where = next((w for seen in self._seen if (w := _find(*seen, rollouts))), "another rank names the rollout")
+        raise RuntimeError(
+            f"step {step}: NaN or inf among the tokens that count in the loss: {where}. The weights are still those of "
+            "before this step."
+        )
+
+
+def _find(micro: MicroBatch, logprobs: Tensor, loss: Tensor, rollouts: list[Rollout]) -> str | None:
+    tensors = {"logprobs": logprobs, "advantages": micro.advantages}
+    if not bool(loss.isfinite()):
+        tensors |= {name: getattr(micro, name) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
+    for name, values in tensors.items():
+        bad = () if values is None else (~values.isfinite() & micro.loss_mask).nonzero().flatten().tolist()
+        if bad:
+            sequence = int(micro.sequence_ids[bad[0]])
+            token = bad[0] - int((micro.sequence_ids < sequence).sum())
+            return (
+                f"{name} is {float(values[bad[0]])} at completion token {token} of {_name(micro, sequence, rollouts)}"
+            )
+    if bool(loss.isfinite()):
+        return None
+    return f"loss is {float(loss)} in the micro-batch that begins with {_name(micro, 0, rollouts)}"
+
+
+def _name(micro: MicroBatch, sequence: int, rollouts: list[Rollout]) -> str:
+    start = sum(micro.lengths[:sequence])
+    ids = micro.input_ids[start : start + micro.lengths[sequence]].tolist()
+    matches = (i for i, r in enumerate(rollouts) if [*r.prompt_ids, *r.completion_ids] == ids)
+    more = ", ..." if len(ids) > _SHOWN_TOKENS else ""
+    tokens = ", ".join(map(str, ids[:_SHOWN_TOKENS])) + more
+    return f"rollout {next(matches, sequence)} (token ids {tokens})"

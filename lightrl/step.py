@@ -1,0 +1,169 @@
+"""The Lightning half of RLModule: one training step is one optimizer step, checked, measured and logged."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+from torchmetrics import MeanMetric
+
+from lightrl import kl
+from lightrl.corrections import Correction
+from lightrl.distributed import all_max, all_sum
+from lightrl.finite import FiniteCheck
+from lightrl.masked import bounded_exp
+from lightrl.meter import Meter
+from lightrl.optim import make_optimizer, schedule_factor
+from lightrl.packing import MicroBatch, StepBatch
+from lightrl.policy import PolicyForward
+from lightrl.types import Rollout, RolloutBatch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class StepModule(LightningModule):
+    """Trains ``policy`` on a ``loss`` that a subclass defines (see :class:`lightrl.RLModule`)."""
+
+    policy: PreTrainedModel
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    warmup_steps: int
+    schedule: str
+    entropy_coef: float
+    correction: Correction | None
+
+    def __init__(self, packed: bool | None) -> None:
+        super().__init__()
+        self.policy_forward = PolicyForward(packed)
+        self.val_metrics = torch.nn.ModuleDict({"reward": MeanMetric(), "pass@1": MeanMetric()})
+        self._reference: list[PreTrainedModel] = []  # in a list: neither saved nor moved nor trained as a submodule
+        self._step_started = self._batch_started = time.perf_counter()
+
+    @property
+    def reference(self) -> PreTrainedModel | None:
+        """The frozen initial policy, or None."""
+        return self._reference[0] if self._reference else None
+
+    def loss(self, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor | float]]:
+        """The loss of one micro-batch, and metrics."""
+        raise NotImplementedError
+
+    def aggregate(self, terms: Tensor, batch: MicroBatch) -> Tensor:
+        """Add up per-token loss terms [N]."""
+        raise NotImplementedError
+
+    # -- training -----------------------------------------------------------------------------------------------------
+
+    def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
+        """One optimizer step: every micro-batch but the last runs its backward here, the last one's is Lightning's.
+
+        Raises:
+            RuntimeError: NaN or inf among the live tokens, before it reaches the weights.
+        """
+        strategy: Any = self.trainer.strategy
+        self.trainer.optimizers[0].zero_grad()
+        meter, check, before = Meter(), FiniteCheck(), torch.zeros((), device=self.device)
+        for micro in batch.micro[:-1]:
+            loss = self._micro_loss(micro, meter, check, last=False)
+            strategy.backward(loss, None)
+            before += loss.detach()
+        loss = self._micro_loss(batch.micro[-1], meter, check, last=True) + before
+        meter.add("train/loss", loss)
+        self._log(batch, meter, check)
+        return loss
+
+    def _micro_loss(self, micro: MicroBatch, meter: Meter, check: FiniteCheck, *, last: bool) -> Tensor:
+        strategy: Any = self.trainer.strategy
+        if hasattr(strategy, "sync_gradients"):
+            strategy.sync_gradients(last)
+        logprobs, entropy = self.policy_forward(self.policy, micro, entropy_grad=self.entropy_coef > 0)
+        loss, metrics = self.loss(micro, logprobs)
+        if self.entropy_coef > 0:
+            loss = loss - self.entropy_coef * self.aggregate(entropy, micro)
+        check.note(micro, logprobs.detach(), loss.detach(), meter)
+        meter.add_all(metrics, micro.loss_mask)
+        meter.add("train/entropy", entropy, mask=micro.loss_mask)
+        self._measure(micro, logprobs.detach(), meter)
+        return loss * self.trainer.world_size  # data parallelism averages gradients over ranks
+
+    def _measure(self, micro: MicroBatch, logprobs: Tensor, meter: Meter) -> None:
+        live, old = micro.loss_mask, logprobs if micro.old_logprobs is None else micro.old_logprobs
+        meter.add("kl/mismatch", kl.k3(micro.rollout_logprobs, old), mask=live)
+        if self.reference is not None and micro.ref_logprobs is not None:  # an idle rollout has some in any case
+            meter.add("kl/ref", kl.k3(logprobs, micro.ref_logprobs), mask=live)
+        if self.correction is not None:
+            gap = old - micro.rollout_logprobs
+            meter.add_max("mismatch/logprob_diff_max", gap.abs(), mask=live)
+            meter.add("mismatch/ratio", bounded_exp(gap), mask=live)
+            meter.add("mismatch/ratio_squared", bounded_exp(gap).double().square(), mask=live)
+
+    def _log(self, batch: StepBatch, meter: Meter, check: FiniteCheck) -> None:
+        now = time.perf_counter()
+        seconds, self._step_started = now - self._step_started, now
+        tokens = sum(len(m.input_ids) for m in batch.micro)
+        meter.add_sum("perf/tokens_per_second", tokens * self.trainer.world_size, seconds)
+        for name, (total, count) in batch.measured.items():
+            meter.add_sum(name, total, count)
+        means = meter.means(all_sum, all_max)
+        check.raise_if_noted(means, batch.rollouts, self.trainer.global_step)
+        if "mismatch/ratio_squared" in means:  # (sum w)^2 / (n sum w^2) over the whole step
+            means["mismatch/effective_sample_size"] = means["mismatch/ratio"] ** 2 / means.pop("mismatch/ratio_squared")
+        shown = {"reward/mean", "kl/mismatch", "kl/ref", "perf/tokens_per_second"}
+        for name, value in means.items():
+            self.log(name, value, on_step=True, on_epoch=False, prog_bar=name in shown, batch_size=1)
+
+    def on_train_batch_start(self, batch: StepBatch, batch_idx: int) -> None:
+        """Start the clock of ``time/train_step``: the whole optimizer step, without making the rollouts."""
+        self._batch_started = time.perf_counter()
+
+    def on_train_batch_end(self, outputs: Any, batch: StepBatch, batch_idx: int) -> None:
+        """Stop it."""
+        seconds = time.perf_counter() - self._batch_started
+        self.log("time/train_step", seconds, on_step=True, on_epoch=False, batch_size=1)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        """Nothing: Lightning calls it after ``training_step``, where it would wipe the micro-batches already summed."""
+
+    def configure_gradient_clipping(
+        self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
+    ) -> None:
+        """Clip as the Trainer says, and log ``train/grad_norm``: the norm before clipping, over all ranks."""
+        grads = [p.grad for p in self.policy.parameters() if p.grad is not None]
+        norm: Any = torch.nn.utils.get_total_norm(grads)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        self.log("train/grad_norm", norm, on_step=True, on_epoch=False, batch_size=1)
+        self.clip_gradients(
+            optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
+        )
+
+    def configure_optimizers(self) -> Any:
+        """AdamW, without decay on vectors, and the learning rate's schedule by optimizer step."""
+        optimizer = make_optimizer(
+            self.policy.parameters(), lr=self.lr, betas=self.betas, weight_decay=self.weight_decay
+        )
+        if self.schedule == "constant" and not self.warmup_steps:
+            return optimizer
+        total = self.trainer.estimated_stepping_batches if self.schedule != "constant" else None
+        factor = schedule_factor(self.schedule, self.warmup_steps, total)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    def validation_step(self, batch: RolloutBatch, batch_idx: int) -> None:
+        """Log ``val/reward`` and ``val/pass@1`` (share of completions whose reward is at least 1) over all prompts."""
+        rewards = torch.tensor([r.reward for r in batch.rollouts if r.reward is not None], device=self.device)
+        for name, values in (("reward", rewards), ("pass@1", (rewards >= 1).float())):
+            metric = self.val_metrics[name]
+            assert isinstance(metric, MeanMetric)
+            metric.update(values, torch.ones_like(values)) if len(values) else metric.update(0.0, 0.0)
+            self.log(f"val/{name}", metric, on_step=False, on_epoch=True, prog_bar=True, batch_size=1)
+
+    def predict_step(self, batch: RolloutBatch, batch_idx: int) -> list[Rollout]:
+        """Return the scored rollouts."""
+        return batch.rollouts
