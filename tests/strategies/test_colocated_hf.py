@@ -134,6 +134,7 @@ def test_a_short_fit_trains_on_its_own_samples() -> None:
     assert trainer.callback_metrics["kl/mismatch"] < 1e-8
 
 
+@pytest.mark.slow
 def test_deterministic_runs_repeat() -> None:
     def run() -> dict[str, torch.Tensor]:
         module, _ = fit(tiny_model(), "colocated_hf", data=tiny_data(deterministic=True), max_steps=2)

@@ -105,6 +105,7 @@ def test_a_module_of_another_kind_is_refused() -> None:
         trainer.fit(BoringModel())
 
 
+@pytest.mark.slow
 def test_importing_lightrl_is_light_and_a_missing_vllm_is_said_at_once() -> None:
     program = (
         "import sys, lightrl; before = list(sys.modules); import tests.strategies.test_registry as t; t.main(before)"
