@@ -17,6 +17,8 @@ from lightrl.packing import StepBatch
 from tests.helpers.tiny import tiny_model, tiny_prompts
 from tests.helpers.training import equal, quiet_trainer, tiny_data, tiny_module, weights
 
+pytestmark = pytest.mark.slow
+
 Groups = dict[tuple[int, ...], list[float]]
 
 
@@ -70,11 +72,11 @@ def test_groups_without_spread_are_replaced_by_new_prompts() -> None:
 
 
 def test_what_is_kept_stays_in_its_place() -> None:
-    replaced = fit(DAPO(tiny_model(), lr=1e-3), data(), max_steps=1)
-    plain = fit(tiny_module(), data(), max_steps=1)
+    replaced = fit(DAPO(tiny_model(), lr=1e-3), data(prompts_per_step=8), max_steps=1)
+    plain = fit(tiny_module(), data(prompts_per_step=8), max_steps=1)
     (before,), (after,) = plain.groups, replaced.groups
     kept = [p for p, rewards in before.items() if max(rewards) > min(rewards)]
-    assert 0 < len(kept) < 4
+    assert 0 < len(kept) < 8
     assert [p for p in after if p in before] == kept
     assert all(after[p] == before[p] for p in kept)
 

@@ -1,0 +1,118 @@
+"""NaN and inf: harmless in a masked slot, an error that names step, rollout and tensor in a live one."""
+
+import copy
+import re
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from lightrl import RLModule
+from lightrl.datamodule import SizedLoader
+from lightrl.packing import MicroBatch, StepBatch, pack
+from tests.helpers.tiny import random_rollouts, tiny_model
+from tests.helpers.training import equal, quiet_trainer, tiny_module, weights
+
+NAMES = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
+
+
+def step(rollouts: list[Any]) -> StepBatch:
+    """Three micro-batches, the last rollout's completion token 1 of the second masked."""
+    for r in rollouts:
+        r.ref_logprobs = r.rollout_logprobs.clone()
+    micro = [pack(part, temperature=1.0, denominator=9.0) for part in (rollouts[:2], rollouts[2:4], rollouts[4:])]
+    micro[1].advantages = micro[1].advantages.clone()
+    micro[1].loss_mask[-1] = False
+    return StepBatch(micro, 0, rollouts)
+
+
+class Losses(Callback):
+    def __init__(self) -> None:
+        self.found: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.found.append(
+            {k: float(v) for k, v in trainer.callback_metrics.items() if not k.startswith(("time", "perf"))}
+        )
+
+
+def train(module: RLModule, steps: list[StepBatch], strategy: str = "auto") -> list[dict[str, float]]:
+    losses = Losses()
+    loader = SizedLoader(len(steps), lambda i: steps[i])
+    quiet_trainer(strategy=strategy, max_steps=len(steps), callbacks=[losses]).fit(module, loader)
+    return losses.found
+
+
+def steps() -> list[StepBatch]:
+    return [step(random_rollouts(6, seed=s, model=tiny_model())) for s in (0, 3)]
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("strategy", ["auto", "colocated_hf"])
+def test_a_masked_slot_reaches_neither_loss_nor_gradient(garbage: float, strategy: str) -> None:
+    clean, dirty = steps(), steps()
+    for name in NAMES:
+        getattr(dirty[1].micro[1], name)[-1] = garbage
+    modules = [tiny_module(kl_coef=0.1, entropy_coef=0.1) for _ in range(2)]
+    found = [train(m, s, strategy) for m, s in zip(modules, (clean, dirty), strict=True)]
+    assert found[0] == found[1]
+    assert equal(*(weights(m.policy) for m in modules))
+    assert not equal(weights(modules[0].policy), weights(tiny_model()))
+
+
+LIVE = [(name, float(garbage)) for name in ("logprobs", "advantages", "ref_logprobs") for garbage in ("nan", "inf")]
+
+
+# An old logprob of inf is a ratio at its limit, and finite.
+@pytest.mark.parametrize(("name", "garbage"), [*LIVE, ("old_logprobs", float("nan"))])
+def test_a_live_slot_is_named_before_the_weights_change(name: str, garbage: float) -> None:
+    good, bad = steps()
+    module, micro = tiny_module(kl_coef=0.1), bad.micro[1]
+    rollout = bad.rollouts[3]
+    slot = int((micro.sequence_ids == 0).sum()) + 1
+    assert len(rollout.completion_ids) > 2, "the masked token is another one"
+    if name == "logprobs":
+        forward = module.policy_forward
+
+        def broken(model: Any, batch: MicroBatch, **args: Any) -> tuple[Tensor, Tensor]:
+            logprobs, entropy = forward(model, batch, **args)
+            if torch.equal(batch.targets, micro.targets):
+                logprobs = torch.where(torch.arange(len(logprobs)) == slot, garbage, logprobs)
+            return logprobs, entropy
+
+        module.policy_forward = broken
+    else:
+        getattr(micro, name)[slot] = garbage
+    once = tiny_module(kl_coef=0.1)
+    train(once, [good])
+    tokens = [*rollout.prompt_ids, *rollout.completion_ids]
+    shown = ", ".join(map(str, tokens[:8])) + (", ..." if len(tokens) > 8 else "")
+    message = f"{name} is {garbage} at completion token 1 of rollout 3 (token ids {shown})"
+    with pytest.raises(RuntimeError, match=r"step 1: .*" + re.escape(message)):
+        train(module, [good, bad])
+    assert equal(weights(module.policy), weights(once.policy))
+
+
+class Infinite(RLModule):
+    def loss(self, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor | float]]:
+        loss, metrics = super().loss(batch, logprobs)
+        return loss / 0.0 if len(batch.lengths) == 1 else loss, metrics
+
+
+def test_a_loss_of_the_users_own_that_is_infinite_is_named() -> None:
+    (batch, _), module = steps(), Infinite(tiny_model(), lr=1e-3)
+    batch.micro[2] = pack(batch.rollouts[4:5], temperature=1.0, denominator=9.0)
+    first = ", ".join(map(str, batch.rollouts[4].prompt_ids))
+    with pytest.raises(
+        RuntimeError, match=rf"step 0: .*loss is -?inf in the micro-batch that begins with rollout 4 .*{first}"
+    ):
+        train(module, [batch])
+    assert equal(weights(module.policy), weights(tiny_model()))
+
+
+def test_another_ranks_fault_ends_this_rank_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.step.all_sum", lambda sums: sums + 1.0)
+    with pytest.raises(RuntimeError, match="step 0: .*another rank names the rollout"):
+        train(tiny_module(), copy.deepcopy(steps()[:1]))
