@@ -15,6 +15,8 @@ from lightrl.packing import MicroBatch, StepBatch, pack
 from tests.helpers.tiny import random_rollouts, tiny_model
 from tests.helpers.training import equal, quiet_trainer, tiny_module, weights
 
+pytestmark = pytest.mark.slow
+
 NAMES = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
 
 

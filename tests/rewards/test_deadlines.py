@@ -15,7 +15,7 @@ from lightrl.types import Prompt
 from tests.rewards import bad_rewards
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.filterwarnings("ignore:reward .* failed")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:reward .* failed")]
 
 
 async def spin_async(completion: str) -> float:
