@@ -33,7 +33,16 @@ def distributed_environment() -> dict[str, str]:
 
 
 def live_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if not thread.daemon}
+    return {thread for thread in threading.enumerate() if not thread.daemon} - compiler_threads()
+
+
+def compiler_threads() -> set[threading.Thread]:
+    """torch's own pool, one a process: the first kernel that is not in its cache on disk starts it."""
+    inductor = sys.modules.get("torch._inductor.async_compile")
+    if inductor is None or not inductor.AsyncCompile.pool.cache_info().currsize:
+        return set()
+    threads: set[threading.Thread] = inductor.AsyncCompile.pool()._threads
+    return set(threads)
 
 
 def live_children() -> set[psutil.Process]:
