@@ -12,9 +12,10 @@ from lightning.pytorch import Trainer
 from torch.distributed.tensor import DTensor
 
 from lightrl import RLModule
+from lightrl.balance import Packer
 from lightrl.datamodule import SizedLoader
 from lightrl.distributed import rank, world_size
-from lightrl.packing import StepBatch, live_tokens, pack, split
+from lightrl.packing import StepBatch, live_tokens, pack
 from lightrl.strategies import ColocatedHFStrategy
 from tests.helpers.tiny import random_rollouts, tiny_model
 
@@ -61,7 +62,7 @@ class SGDModule(RLModule):
 def step_batch(module: RLModule, rollouts: list[Any], cuts: int) -> StepBatch:
     denominator = module.denominator(live_tokens(rollouts), len(rollouts), 100)
     own = rollouts[rank() :: world_size()]
-    micro = [pack(p, temperature=1.0, denominator=denominator) for p in split(own, cuts)]
+    micro = [pack(p, temperature=1.0, denominator=denominator) for p in Packer().split(own, cuts)]
     return StepBatch(micro, policy_version=0)
 
 
