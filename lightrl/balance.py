@@ -35,7 +35,7 @@ class Packer:
         A single rollout that is longer than that is a part of its own.
         """
         units = self._units(rollouts, max_tokens)
-        own = max(1, -(-sum(u.tokens for u in units) // max_tokens))
+        own = max(1, -(-sum(min(u.tokens, max_tokens) for u in units) // max_tokens))
         while (parts := _deal(units, own, max_tokens)) is None:
             own += 1  # ends: with a bin for each unit there is always an empty one
         bins = max(all_objects(own))
