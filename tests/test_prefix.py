@@ -76,9 +76,7 @@ def test_tokens_that_agree_beyond_the_prompt_are_shared_and_predicted_from_the_s
 def test_only_the_row_differs_from_the_row_that_shares_nothing() -> None:
     rollouts = mixed_groups()
     shared, plain = (pack(rollouts, temperature=0.7, denominator=3.0, share_prefix=s) for s in (True, False))
-    assert (
-        len(shared.input_ids) == 81 - 2 * 11 - 4 - 2 * 3
-    )  # prefixes of 11, 4 and 3 are there once, not 3, 2 and 3 times
+    assert len(shared.input_ids) == 81 - 2 * 11 - 4 - 2 * 3  # prefixes of 11, 4, 3 lie once, not 3, 2, 3 times
     assert shared.num_tokens == plain.num_tokens == len(plain.input_ids)
     for name in ("targets", "sequence_ids", "loss_mask", "advantages", "rollout_logprobs", "policy_versions"):
         assert torch.equal(getattr(shared, name), getattr(plain, name)), name
