@@ -2,13 +2,17 @@
 
 Tokens of all sequences lie end to end in one row, so that no layer computes padding. On a GPU the attention is torch's
 variable-length kernel; elsewhere the sequences are laid out as padded rows of like length for the attention alone.
+A prefix that several sequences share lies in the row once: each of them looks at its keys and values and at its own.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,41 +26,75 @@ NAME = "lightrl_packed"
 _ROW_SLACK = 1.3  # rows up to this much longer share a block: few blocks, little padding
 
 
+@dataclass(frozen=True, slots=True)
+class Block:
+    """B pieces of like length that continue the same prefix, or none."""
+
+    index: Tensor
+    """int64 [B, L]: tokens. Padding repeats the piece's last: a causal row never looks at what comes after it."""
+    real: Tensor
+    """bool [B, L]: False where padded."""
+    prefix: slice
+    """Tokens before the pieces, empty where they begin their sequence."""
+
+
 class SequenceLayout:
-    """Where the sequences of a packed row begin and end.
+    """Where the pieces of a packed row begin and end, and which continue which.
 
     Args:
-        lengths: S sequence lengths in tokens; their sum is T.
+        lengths: pieces' lengths in tokens; their sum is T.
         device: where the index tensors live.
+        prefixes: for each piece, the earlier piece that it continues, or -1; None: each is a sequence of its own. What
+            is continued continues nothing itself.
     """
 
-    def __init__(self, lengths: list[int], device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self, lengths: list[int], device: torch.device | str = "cpu", prefixes: list[int] | None = None
+    ) -> None:
         self.lengths = lengths
+        self.prefixes = [-1] * len(lengths) if prefixes is None else prefixes
+        self.device = torch.device(device)
         self.max_length = max(lengths)
-        sizes = torch.tensor(lengths)
-        self.cu_seqlens = F.pad(sizes.cumsum(0), (1, 0)).to(device, torch.int32)
-        self._blocks: list[tuple[Tensor, Tensor]] | None = None
+        self.cu_seqlens = self._cumulative(lengths)
+        self._starts = [0, *itertools.accumulate(lengths)]
+        self._blocks: list[Block] | None = None
         self._inverse: Tensor | None = None
 
-    def blocks(self) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """Return blocks of like length, as (token index [B, L], mask of real tokens [B, L]), and the way back.
+    def _cumulative(self, lengths: list[int]) -> Tensor:
+        return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(self.device, torch.int32)
 
-        The way back is an index [T] into the real tokens of all blocks end to end. Padding points at the last token of
-        its own sequence: a causal row never looks at what comes after it.
+    def _span(self, piece: int) -> slice:
+        return slice(self._starts[piece], self._starts[piece + 1]) if piece >= 0 else slice(0, 0)
+
+    @cached_property
+    def keys(self) -> tuple[Tensor | None, Tensor, int]:
+        """What each piece looks at, its prefix and itself, end to end: token index, cumulative lengths, the longest.
+
+        The index is None where every piece looks at itself only: the keys are the row as it lies.
         """
+        if max(self.prefixes) < 0:
+            return None, self.cu_seqlens, self.max_length
+        spans = [(self._span(p), self._span(i)) for i, p in enumerate(self.prefixes)]
+        index = torch.cat([torch.arange(s.start, s.stop) for pair in spans for s in pair])
+        lengths = [sum(s.stop - s.start for s in pair) for pair in spans]
+        return index.to(self.device), self._cumulative(lengths), max(lengths)
+
+    def blocks(self) -> tuple[list[Block], Tensor]:
+        """Return pieces in blocks, and the way back: an index [T] into the real tokens of all blocks end to end."""
         if self._blocks is None or self._inverse is None:
-            device = self.cu_seqlens.device
-            starts = self.cu_seqlens[:-1].long().cpu()
             sizes = torch.tensor(self.lengths)
             self._blocks, flat = [], []
-            for members in _like_lengths(self.lengths):
-                size = sizes[members][:, None]
-                column = torch.arange(int(size.max()))
-                index = starts[members][:, None] + torch.minimum(column, size - 1)
-                real = column < size
-                flat.append(index[real])
-                self._blocks.append((index.to(device), real.to(device)))
-            self._inverse = torch.cat(flat).argsort().to(device)
+            for prefix in sorted(set(self.prefixes)):
+                alike = [i for i, p in enumerate(self.prefixes) if p == prefix]
+                for chosen in _like_lengths([self.lengths[i] for i in alike]):
+                    members = [alike[i] for i in chosen]
+                    size = sizes[members][:, None]
+                    column = torch.arange(int(size.max()))
+                    starts = torch.tensor([self._starts[i] for i in members])[:, None]
+                    index, real = starts + torch.minimum(column, size - 1), column < size
+                    flat.append(index[real])
+                    self._blocks.append(Block(index.to(self.device), real.to(self.device), self._span(prefix)))
+            self._inverse = torch.cat(flat).argsort().to(self.device)
         return self._blocks, self._inverse
 
 
@@ -70,34 +108,56 @@ def _like_lengths(lengths: list[int]) -> list[list[int]]:
     return blocks
 
 
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
-    return (distance >= 0) & (distance < window)
+def _band(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """What each query sees, the last query being the last key."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    seen = distance >= 0
+    return seen & (distance < window) if window > 0 else seen
 
 
 def _padded_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float, window: int) -> Tensor:
     blocks, inverse = layout.blocks()
     outputs = []
-    for index, real in blocks:
-        rows = [x[index].transpose(1, 2) for x in (q, k, v)]
-        length = index.shape[1]
-        mask = _band(length, window, q.device) if 0 < window < length else None
+    for block in blocks:
+        shape = block.index.shape
+        # index_select, because the backward of advanced indexing is several times slower.
+        own = [x.index_select(0, block.index.flatten()).unflatten(0, shape).transpose(1, 2) for x in (q, k, v)]
+        before = block.prefix.stop - block.prefix.start
+        if before:
+            prefix = [x[None, block.prefix].transpose(1, 2).expand(shape[0], -1, -1, -1) for x in (k, v)]
+            own[1:] = [torch.cat(pair, dim=2) for pair in zip(prefix, own[1:], strict=True)]
+        plain = not before and not 0 < window < shape[1]
+        mask = None if plain else _band(shape[1], before + shape[1], window, q.device)
         out = F.scaled_dot_product_attention(
-            rows[0], rows[1], rows[2], attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
+            own[0], own[1], own[2], attn_mask=mask, is_causal=plain, scale=scale, enable_gqa=True
         )
-        outputs.append(out.transpose(1, 2)[real])
-    return torch.cat(outputs)[inverse]
+        outputs.append(out.transpose(1, 2)[block.real])
+    return torch.cat(outputs).index_select(0, inverse)
 
 
 def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float, window: int) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    cu, longest = layout.cu_seqlens, layout.max_length
+    index, cu_keys, longest = layout.keys
+    if index is not None:
+        k, v = k.index_select(0, index), v.index_select(0, index)
+    # The kernel lines up the last query with the last key, window included (flash attention since 2.1).
     left = window - 1 if window > 0 else -1
     # Older torch takes fewer key heads without being told.
     told = "enable_gqa" in inspect.signature(varlen_attn).parameters and q.shape[1] != k.shape[1]
     gqa: dict[str, Any] = {"enable_gqa": True} if told else {}
-    out: Any = varlen_attn(q, k, v.contiguous(), cu, cu, longest, longest, scale=scale, window_size=(left, 0), **gqa)
+    out: Any = varlen_attn(
+        q,
+        k,
+        v.contiguous(),
+        layout.cu_seqlens,
+        cu_keys,
+        layout.max_length,
+        longest,
+        scale=scale,
+        window_size=(left, 0),
+        **gqa,
+    )
     return cast(Tensor, out)
 
 
@@ -115,7 +175,7 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention inside each sequence of a packed row: transformers' attention interface.
+    """Causal attention inside each sequence of a packed row, shared prefix included: transformers' attention interface.
 
     Args:
         module: the attention layer.

@@ -57,8 +57,7 @@ def _find(micro: MicroBatch, logprobs: Tensor, loss: Tensor, rollouts: list[Roll
 
 
 def _name(micro: MicroBatch, sequence: int, rollouts: list[Rollout]) -> str:
-    start = sum(micro.lengths[:sequence])
-    ids = micro.input_ids[start : start + micro.lengths[sequence]].tolist()
+    ids = [token for span in micro.sequences()[sequence] for token in micro.input_ids[span].tolist()]
     matches = (i for i, r in enumerate(rollouts) if [*r.prompt_ids, *r.completion_ids] == ids)
     more = ", ..." if len(ids) > _SHOWN_TOKENS else ""
     tokens = ", ".join(map(str, ids[:_SHOWN_TOKENS])) + more

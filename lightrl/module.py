@@ -15,7 +15,7 @@ from lightrl import kl
 from lightrl.corrections import Correction, approximate_proximal
 from lightrl.losses import MODES, Terms, aggregate, clipped_policy_terms
 from lightrl.optim import SCHEDULES
-from lightrl.packing import MicroBatch, pack, plan_micro_batches
+from lightrl.packing import MicroBatch
 from lightrl.policy import load_policy, load_tokenizer, without_dropout
 from lightrl.step import StepModule
 from lightrl.types import Rollout, RolloutBatch, RolloutGroup
@@ -53,6 +53,8 @@ class RLModule(StepModule):
         recompute_old_logprobs: where rollouts are used more than once, run the model over them before the first update;
             False saves the pass and interpolates by age (:func:`lightrl.corrections.approximate_proximal`).
         packed: lay sequences end to end without padding; None: where the model's attention allows it.
+        share_prefix: where sequences are packed, what those of a group begin with (the prompt) passes through the model
+            once in each micro-batch.
         trust_remote_code: run code that comes with the model.
 
     Raises:
@@ -84,9 +86,10 @@ class RLModule(StepModule):
         correction: Correction | None = None,
         recompute_old_logprobs: bool = True,
         packed: bool | None = None,
+        share_prefix: bool = True,
         trust_remote_code: bool = False,
     ) -> None:
-        super().__init__(packed)
+        super().__init__(packed, share_prefix)
         model = str(model) if isinstance(model, Path) else model
         ignored = ["correction"] if isinstance(model, str) else ["correction", "model"]
         self.save_hyperparameters(ignore=ignored, logger=False)
@@ -247,8 +250,9 @@ class RLModule(StepModule):
         models += [("ref_logprobs", self.reference)] if self.reference is not None else []
         if not models:
             return
-        for part in plan_micro_batches(batch.rollouts, max_tokens):
-            micro = pack(part, temperature=batch.temperature).to(self.device)
+        packer = self.policy_forward.packer(self.policy)
+        for part in packer.plan(batch.rollouts, max_tokens):
+            micro = packer.pack(part, temperature=batch.temperature).to(self.device)
             for name, model in models:
                 logprobs = self.policy_forward(model, micro)[0].cpu()
                 pieces = logprobs.split([len(r.completion_ids) for r in part])

@@ -1,7 +1,8 @@
-"""Rollouts to micro-batches: sequences end to end in one row, as many rows as the token budget needs."""
+"""Rollouts to a micro-batch: sequences end to end in one row, what those of a group share laid down once."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
@@ -10,25 +11,31 @@ import torch
 from torch import Tensor
 
 from lightrl.attention import SequenceLayout
-from lightrl.distributed import all_objects
+from lightrl.prefix import by_group
 from lightrl.types import Rollout
 
 
 @dataclass(slots=True)
 class MicroBatch:
-    """S rollouts end to end: T tokens, N of them completion tokens, whose per-token tensors are flat, [N].
+    """S rollouts end to end in a row of T tokens, in which a shared prefix lies once.
+
+    Per-token tensors are flat, [N]: the completion tokens, rollout after rollout, whatever is shared.
 
     Example:
         Prompts [5, 6] and [8], completions [7, 2] and [9]: ``input_ids`` is [5, 6, 7, 2, 8, 9], ``targets`` [7, 2, 9],
         ``logit_index`` [1, 2, 4] (the token before each target), ``sequence_ids`` [0, 0, 1].
+        Shared, prompt [5, 6] with completions [7, 2] and [9]: ``input_ids`` is [5, 6, 7, 2, 9], ``lengths`` [2, 2, 1],
+        ``prefixes`` [-1, 0, 0], ``position_ids`` [0, 1, 2, 3, 2], ``logit_index`` [1, 2, 1].
     """
 
     lengths: list[int]
-    """S sequence lengths, prompt included; their sum is T."""
+    """Tokens in each piece of the row: a whole sequence, a shared prefix, or what follows one; their sum is T."""
+    prefixes: list[int]
+    """For each piece, the earlier piece that it continues, or -1."""
     input_ids: Tensor
     """int64 [T]."""
     position_ids: Tensor
-    """int64 [T]: from 0 in each sequence."""
+    """int64 [T]: from 0 in each sequence, shared prefix included."""
     logit_index: Tensor
     """int64 [N]: position in the row whose logits predict the token."""
     targets: Tensor
@@ -60,8 +67,20 @@ class MicroBatch:
         return replace(self, **moved)
 
     def layout(self) -> SequenceLayout:
-        """Borders of the sequences, for the attention."""
-        return SequenceLayout(self.lengths, self.input_ids.device)
+        """Borders of the pieces, for the attention."""
+        return SequenceLayout(self.lengths, self.input_ids.device, self.prefixes)
+
+    def sequences(self) -> list[list[slice]]:
+        """Return where each of the S sequences lies in the row: its one or two pieces."""
+        ends = list(itertools.accumulate(self.lengths))
+        spans = [slice(end - length, end) for end, length in zip(ends, self.lengths, strict=True)]
+        shared = set(self.prefixes)
+        return [[spans[p], spans[i]] if p >= 0 else [spans[i]] for i, p in enumerate(self.prefixes) if i not in shared]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all sequences, a shared prefix counted for each that has it."""
+        return sum(s.stop - s.start for spans in self.sequences() for s in spans)
 
 
 @dataclass(slots=True)
@@ -81,13 +100,16 @@ class StepBatch:
         return replace(self, micro=[m.to(device) for m in self.micro])
 
 
-def pack(rollouts: list[Rollout], *, temperature: float, denominator: float = 1.0) -> MicroBatch:
+def pack(
+    rollouts: list[Rollout], *, temperature: float, denominator: float = 1.0, share_prefix: bool = False
+) -> MicroBatch:
     """Lay rollouts end to end.
 
     Args:
         rollouts: at least one; each with at least one prompt token and one completion token.
         temperature: sampling temperature.
         denominator: see :class:`MicroBatch`.
+        share_prefix: lay down once what rollouts with one ``group_id`` begin with; for models that take packed rows.
 
     Returns:
         A micro-batch on the CPU. ``old_logprobs`` and ``ref_logprobs`` are there if every rollout has been scored.
@@ -101,20 +123,17 @@ def pack(rollouts: list[Rollout], *, temperature: float, denominator: float = 1.
                 f"a rollout has {len(r.prompt_ids)} prompt and {len(r.completion_ids)} completion tokens: "
                 "the first completion token is predicted from the last prompt token, so each needs at least one"
             )
-    sizes = torch.tensor([[len(r.prompt_ids), len(r.completion_ids)] for r in rollouts])
-    lengths = sizes.sum(1)
-    starts = lengths.cumsum(0) - lengths
-    owner = torch.repeat_interleave(torch.arange(len(rollouts)), sizes[:, 1])
-    within = torch.arange(int(sizes[:, 1].sum())) - (sizes[:, 1].cumsum(0) - sizes[:, 1])[owner]
+    row = _Row(rollouts, share_prefix)
     scored = all(r.scored_logprobs is not None for r in rollouts)
     referred = all(r.ref_logprobs is not None for r in rollouts)
     return MicroBatch(
-        lengths=lengths.tolist(),
-        input_ids=torch.tensor([t for r in rollouts for t in (*r.prompt_ids, *r.completion_ids)]),
-        position_ids=torch.arange(int(lengths.sum())) - torch.repeat_interleave(starts, lengths),
-        logit_index=(starts + sizes[:, 0])[owner] + within - 1,
+        lengths=row.lengths,
+        prefixes=row.prefixes,
+        input_ids=torch.tensor(row.ids),
+        position_ids=torch.cat(row.positions),
+        logit_index=torch.cat(row.logit_index),
         targets=torch.tensor([t for r in rollouts for t in r.completion_ids]),
-        sequence_ids=owner,
+        sequence_ids=torch.repeat_interleave(torch.tensor([len(r.completion_ids) for r in rollouts])),
         loss_mask=torch.cat([_mask(r) for r in rollouts]),
         advantages=torch.cat([_per_token(r.advantage, len(r.completion_ids)) for r in rollouts]),
         rollout_logprobs=torch.cat([r.rollout_logprobs for r in rollouts]).float(),
@@ -124,6 +143,38 @@ def pack(rollouts: list[Rollout], *, temperature: float, denominator: float = 1.
         temperature=temperature,
         denominator=denominator,
     )
+
+
+class _Row:
+    """The pieces of a packed row, and where the logits of each completion token are."""
+
+    def __init__(self, rollouts: list[Rollout], share_prefix: bool) -> None:
+        self.ids: list[int] = []
+        self.lengths: list[int] = []
+        self.prefixes: list[int] = []
+        self.positions: list[Tensor] = []
+        self.logit_index: list[Tensor] = []
+        groups = by_group(rollouts) if share_prefix else []
+        shared = {i: (group, size) for group, (indices, size) in enumerate(groups) if size for i in indices}
+        laid: dict[int, tuple[int, int]] = {}
+        for i, r in enumerate(rollouts):
+            group, size = shared.get(i, (-1, 0))
+            ids = r.prompt_ids + r.completion_ids
+            if size and group not in laid:
+                laid[group] = self._lay(ids[:size], 0, -1)
+            piece, prefix_start = laid[group] if size else (-1, 0)
+            _, start = self._lay(ids[size:], size, piece)
+            at = torch.arange(len(r.prompt_ids) - 1, len(ids) - 1)
+            self.logit_index.append(at + torch.where(at < size, prefix_start, start - size))
+
+    def _lay(self, ids: list[int], position: int, prefix: int) -> tuple[int, int]:
+        """Append a piece; return its number and where it starts."""
+        start = len(self.ids)
+        self.ids += ids
+        self.lengths.append(len(ids))
+        self.prefixes.append(prefix)
+        self.positions.append(torch.arange(position, position + len(ids)))
+        return len(self.lengths) - 1, start
 
 
 def _mask(r: Rollout) -> Tensor:
@@ -150,37 +201,8 @@ def idle_rollout() -> Rollout:
     return Rollout([0], [0], nothing, loss_mask=dead, scored_logprobs=nothing, ref_logprobs=nothing)
 
 
-def num_bins(rollouts: list[Rollout], max_tokens: int) -> int:
-    """How many micro-batches of at most ``max_tokens`` these rollouts need (at least one)."""
-    bins = max(1, -(-sum(_size(r) for r in rollouts) // max_tokens))
-    while max((sum(map(_size, b)) for b in split(rollouts, bins)), default=0) > max_tokens and bins < len(rollouts):
-        bins += 1
-    return bins
-
-
-def split(rollouts: list[Rollout], bins: int) -> list[list[Rollout]]:
-    """Cut rollouts into ``bins`` parts of about equal size in tokens (longest first into the emptiest part)."""
-    parts: list[list[Rollout]] = [[] for _ in range(bins)]
-    loads = [0] * bins
-    for r in sorted(rollouts, key=_size, reverse=True):
-        i = loads.index(min(loads))
-        parts[i].append(r)
-        loads[i] += _size(r)
-    return [p or [idle_rollout()] for p in parts]
-
-
-def _size(r: Rollout) -> int:
-    return len(r.prompt_ids) + len(r.completion_ids)
-
-
 def shuffled_parts(rollouts: list[Rollout], parts: int, seed: int) -> list[list[Rollout]]:
     """Shuffle by ``seed`` and cut into ``parts`` mini-batches whose sizes differ by one at most."""
     order = list(rollouts)
     random.Random(seed).shuffle(order)
     return [order[i::parts] for i in range(parts)]
-
-
-def plan_micro_batches(rollouts: list[Rollout], max_tokens: int) -> list[list[Rollout]]:
-    """Cut rollouts into parts of at most ``max_tokens``: as many on every rank as the neediest has (a collective)."""
-    bins = max(all_objects(num_bins(rollouts, max_tokens)))
-    return split(rollouts, bins)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lightrl.attention import packed_rows, takes_packed_rows
+from lightrl.balance import Packer
 from lightrl.logprobs import chunked_token_logprobs, entropy, token_logprobs
 
 if TYPE_CHECKING:
@@ -119,10 +120,11 @@ class PolicyForward:
 
     Args:
         packed: lay sequences end to end (None: where the model's attention allows it) or pad them.
+        share_prefix: a prefix that rollouts share passes through the model once, where they are packed.
     """
 
-    def __init__(self, packed: bool | None = None) -> None:
-        self.packed = packed
+    def __init__(self, packed: bool | None = None, share_prefix: bool = True) -> None:
+        self.packed, self.share_prefix = packed, share_prefix
         self._head_is_last = True
 
     def __call__(
@@ -176,6 +178,8 @@ class PolicyForward:
                     layout=micro.layout(),
                     use_cache=False,
                 )
+        if max(micro.prefixes) >= 0:
+            raise ValueError("padded rows cannot share a prefix: pack(..., share_prefix=False)")
         row, column = _rows(micro)
         shape = (len(micro.lengths), max(micro.lengths))
         ids = micro.input_ids.new_zeros(shape)
@@ -189,6 +193,11 @@ class PolicyForward:
             return 0, micro.logit_index
         row, column = _rows(micro)
         return row[micro.logit_index], column[micro.logit_index]
+
+    def packer(self, model: PreTrainedModel) -> Packer:
+        """Return what cuts rollouts into micro-batches as this forward takes them."""
+        hidden_size: int = model.config.get_text_config().hidden_size
+        return Packer(share_prefix=self.share_prefix and self._is_packed(model), hidden_size=hidden_size)
 
     def _is_packed(self, model: PreTrainedModel) -> bool:
         if self.packed is None:

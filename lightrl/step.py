@@ -37,9 +37,9 @@ class StepModule(LightningModule):
     entropy_coef: float
     correction: Correction | None
 
-    def __init__(self, packed: bool | None) -> None:
+    def __init__(self, packed: bool | None, share_prefix: bool = True) -> None:
         super().__init__()
-        self.policy_forward = PolicyForward(packed)
+        self.policy_forward = PolicyForward(packed, share_prefix)
         self.val_metrics = torch.nn.ModuleDict({"reward": MeanMetric(), "pass@1": MeanMetric()})
         self._reference: list[PreTrainedModel] = []  # in a list: neither saved nor moved nor trained as a submodule
         self._step_started = self._batch_started = time.perf_counter()
@@ -105,7 +105,7 @@ class StepModule(LightningModule):
     def _log(self, batch: StepBatch, meter: Meter, check: FiniteCheck) -> None:
         now = time.perf_counter()
         seconds, self._step_started = now - self._step_started, now
-        tokens = sum(len(m.input_ids) for m in batch.micro)
+        tokens = sum(m.num_tokens for m in batch.micro)
         meter.add_sum("perf/tokens_per_second", tokens * self.trainer.world_size, seconds)
         for name, (total, count) in batch.measured.items():
             meter.add_sum(name, total, count)

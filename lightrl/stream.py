@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.distributed import all_objects, rank, world_size
-from lightrl.packing import StepBatch, live_tokens, pack, plan_micro_batches, shuffled_parts
+from lightrl.packing import StepBatch, live_tokens, shuffled_parts
 from lightrl.prompts import PromptOrder, stop_token_ids
 from lightrl.rng import derive_seed
 from lightrl.rollout_state import rollouts_from_state, rollouts_to_state
@@ -134,8 +134,9 @@ class RolloutStream:
         everywhere = all_objects((sum(counts), sum(c > 0 for c in counts)))
         tokens, sequences = (sum(column) for column in zip(*everywhere, strict=True))
         denominator = self._module.denominator(tokens, sequences, self.data.max_completion_tokens)
-        parts = plan_micro_batches(rollouts, self.data.max_tokens_per_micro_batch)
-        micro = [pack(part, temperature=batch.temperature, denominator=denominator) for part in parts]
+        packer = self._module.policy_forward.packer(self._module.policy)
+        parts = packer.plan(rollouts, self.data.max_tokens_per_micro_batch)
+        micro = [packer.pack(part, temperature=batch.temperature, denominator=denominator) for part in parts]
         return StepBatch(micro, batch.policy_version, rollouts, measured)
 
     def validation_batch(self, prompts: list[Prompt], i: int, size: int) -> RolloutBatch:

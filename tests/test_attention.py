@@ -68,10 +68,10 @@ def test_another_sequence_reaches_nothing() -> None:
 def test_blocks_hold_every_token_once_with_little_padding() -> None:
     layout = SequenceLayout(LENGTHS)
     blocks, inverse = layout.blocks()
-    tokens = torch.cat([index[real] for index, real in blocks])
+    tokens = torch.cat([block.index[block.real] for block in blocks])
     assert tokens[inverse].tolist() == list(range(sum(LENGTHS)))
     assert layout.cu_seqlens.tolist() == [0, 3, 4, 44, 51, 68, 71, 96]
-    long = [real for _, real in blocks if real.shape[1] > 16]
+    long = [block.real for block in blocks if block.real.shape[1] > 16]
     assert all(real.float().mean() > 1 / 1.3 - 0.01 for real in long)
 
 

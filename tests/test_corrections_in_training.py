@@ -12,9 +12,10 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightrl import RLModule
+from lightrl.balance import Packer
 from lightrl.corrections import GeometricMean, MaskedToken, TruncatedSequence, TruncatedToken, mismatch_metrics
 from lightrl.datamodule import SizedLoader
-from lightrl.packing import MicroBatch, StepBatch, pack, split
+from lightrl.packing import MicroBatch, StepBatch, pack
 from tests.helpers.tiny import random_rollouts, tiny_model
 from tests.helpers.training import quiet_trainer, tiny_data, tiny_module
 
@@ -99,7 +100,9 @@ class Logged(Callback):
 @pytest.mark.parametrize("cuts", [1, 3])
 def test_mismatch_metrics_are_the_steps_whatever_the_cut(cuts: int) -> None:
     rollouts, logged = off_policy(), Logged()
-    loader = SizedLoader(1, lambda _: StepBatch([pack(p, temperature=1.0) for p in split(rollouts, cuts)], 0, rollouts))
+    loader = SizedLoader(
+        1, lambda _: StepBatch([pack(p, temperature=1.0) for p in Packer().split(rollouts, cuts)], 0, rollouts)
+    )
     quiet_trainer(strategy="auto", callbacks=[logged]).fit(tiny_module(correction=TruncatedToken(1.1)), loader)
     old, sampler = (torch.cat([getattr(r, n) for r in rollouts]) for n in ("scored_logprobs", "rollout_logprobs"))
     right = mismatch_metrics(old, sampler, cap=1.1)

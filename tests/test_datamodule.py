@@ -287,8 +287,8 @@ def test_no_stop_id_at_all_is_an_error() -> None:
 def test_what_was_sampled_is_what_is_trained_on() -> None:
     watch = fit(tiny_data(temperature=0.7, group_size=4), tiny_module(lr=0.0), max_steps=1)
     (step,) = watch.steps
-    micro = torch.cat([m.input_ids for m in step.micro]).tolist()
-    assert sorted(micro) == sorted(t for r in step.rollouts for t in r.token_ids.tolist())
+    trained = [torch.cat([m.input_ids[s] for s in spans]).tolist() for m in step.micro for spans in m.sequences()]
+    assert sorted(trained) == sorted(r.token_ids.tolist() for r in step.rollouts)
     for r in step.rollouts:
         right = by_hand(tiny_model(), r.prompt_ids, r.completion_ids, 0.7)
         assert (r.rollout_logprobs - right).abs().max() < 1e-5

@@ -100,7 +100,7 @@ def test_a_live_slot_is_named_before_the_weights_change(name: str, garbage: floa
 class Infinite(RLModule):
     def loss(self, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor | float]]:
         loss, metrics = super().loss(batch, logprobs)
-        return loss / 0.0 if len(batch.lengths) == 1 else loss, metrics
+        return loss / 0.0 if len(batch.sequences()) == 1 else loss, metrics
 
 
 def test_a_loss_of_the_users_own_that_is_infinite_is_named() -> None:

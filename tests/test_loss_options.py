@@ -8,9 +8,10 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightrl import RLModule
+from lightrl.balance import Packer
 from lightrl.datamodule import SizedLoader
 from lightrl.losses import Terms
-from lightrl.packing import MicroBatch, StepBatch, pack, split
+from lightrl.packing import MicroBatch, StepBatch, pack
 from tests.helpers.tiny import random_rollouts, tiny_model, tiny_prompts
 from tests.helpers.training import equal, quiet_trainer, tiny_data, tiny_module, weights
 
@@ -84,7 +85,7 @@ class SGDModule(RLModule):
 def test_the_entropy_bonus_is_the_gradient_of_the_mean_entropy(strategy: str, cuts: int, packed: bool) -> None:
     rollouts = random_rollouts(6)
     total = float(sum(len(r.completion_ids) for r in rollouts))
-    micro = [pack(p, temperature=1.0, denominator=total) for p in split(rollouts, cuts)]
+    micro = [pack(p, temperature=1.0, denominator=total) for p in Packer().split(rollouts, cuts)]
     module, seen = SGDModule(tiny_model(), entropy_coef=0.3, packed=packed), Seen()
     loader = SizedLoader(1, lambda _: StepBatch(micro, 0, rollouts))
     quiet_trainer(strategy=strategy, max_steps=1, callbacks=[seen]).fit(module, loader)

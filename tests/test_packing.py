@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightrl.packing import idle_rollout, live_tokens, num_bins, pack, plan_micro_batches, shuffled_parts, split
+from lightrl.balance import Packer
+from lightrl.packing import idle_rollout, live_tokens, pack, shuffled_parts
 from lightrl.types import Rollout
 from tests.helpers.tiny import random_rollouts
 
@@ -86,30 +87,30 @@ def test_an_idle_rollout_is_two_tokens_that_count_for_nothing() -> None:
 @given(st.lists(st.integers(2, 12), max_size=20), st.integers(12, 40))
 def test_the_budget_holds_and_every_rollout_is_in_one_part(sizes: list[int], budget: int) -> None:
     rollouts = sized(sizes)
-    parts = plan_micro_batches(rollouts, budget)
-    assert len(parts) == num_bins(rollouts, budget) >= 1
+    parts = Packer().plan(rollouts, budget)
     assert all(0 < sum(map(size, p)) <= budget for p in parts)
     found = sorted(id(r) for p in parts for r in p if live_tokens([r]))
     assert found == sorted(map(id, rollouts))
 
 
 def test_bins_are_few_and_balanced() -> None:
-    assert num_bins([], 10) == 1
-    assert num_bins(sized([5, 5]), 10) == 1
-    assert num_bins(sized([6, 5]), 10) == 2
-    assert num_bins(sized([6, 6, 6]), 10) == 3  # 18 tokens would be two bins, if rollouts could be cut
-    assert sorted(sum(map(size, p)) for p in split(sized([9, 2, 3, 6, 4]), 2)) == [12, 12]
+    plan = Packer().plan
+    assert len(plan([], 10)) == 1
+    assert len(plan(sized([5, 5]), 10)) == 1
+    assert len(plan(sized([6, 5]), 10)) == 2
+    assert len(plan(sized([6, 6, 6]), 10)) == 3  # 18 tokens would be two bins, if rollouts could be cut
+    assert sorted(sum(map(size, p)) for p in Packer().split(sized([9, 2, 3, 6, 4]), 2)) == [12, 12]
 
 
 def test_more_bins_than_rollouts_are_filled_with_idle_ones() -> None:
-    parts = split(sized([4]), 3)
+    parts = Packer().split(sized([4]), 3)
     assert [live_tokens(p) for p in parts] == [3, 0, 0]
-    assert split([], 1)[0][0].loss_mask is not None
+    assert Packer().split([], 1)[0][0].loss_mask is not None
 
 
 def test_a_rank_with_little_makes_as_many_micro_batches_as_the_neediest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightrl.packing.all_objects", lambda mine: [mine, 4])
-    assert [live_tokens(p) for p in plan_micro_batches(sized([3]), 100)] == [2, 0, 0, 0]
+    monkeypatch.setattr("lightrl.balance.all_objects", lambda mine: [mine, 4])
+    assert [live_tokens(p) for p in Packer().plan(sized([3]), 100)] == [2, 0, 0, 0]
 
 
 def test_mini_batches_are_a_shuffled_partition_of_like_sizes() -> None:

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lightrl import RLModule
-from lightrl.packing import MicroBatch, idle_rollout, pack, split
+from lightrl.balance import Packer
+from lightrl.packing import MicroBatch, idle_rollout, pack
 from lightrl.policy import PolicyForward, decoder_layers, load_config, load_policy, load_tokenizer, without_dropout
 from lightrl.types import Rollout
 from tests.helpers.tiny import VOCAB, by_hand, random_rollouts, save_tiny, tiny_model
@@ -110,7 +111,7 @@ def test_the_comparison_sees_a_window_that_is_not_applied_and_a_border_that_is_n
     model = build("Llama")
     right = one_at_a_time(model, rollouts, 1.0)
     micro = pack(rollouts, temperature=1.0)
-    micro.lengths = [sum(micro.lengths)]
+    micro.lengths, micro.prefixes = [sum(micro.lengths)], [-1]
     assert (PolicyForward(packed=True)(model, micro)[0] - right).abs().max() > 1e-2
 
 
@@ -148,7 +149,7 @@ def on_policy_metrics(model: PreTrainedModel, parts: list[list[Rollout]]) -> lis
 
 @pytest.mark.parametrize("cuts", [1, 2])
 def test_b11_on_policy_ratio_is_one(cuts: int) -> None:
-    for off, clipped in on_policy_metrics(tiny_model(), split(hand_made_rollouts(), cuts)):
+    for off, clipped in on_policy_metrics(tiny_model(), Packer().split(hand_made_rollouts(), cuts)):
         assert off == 0
         assert not clipped.any()
 
@@ -158,7 +159,7 @@ def test_b11_on_policy_ratio_is_one(cuts: int) -> None:
 def test_b13_on_policy_ratio_is_exactly_one_in_bfloat16(cuts: int, autocast: bool) -> None:
     model = tiny_model() if autocast else tiny_model().to(torch.bfloat16)
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        for off, clipped in on_policy_metrics(model, split(hand_made_rollouts(), cuts)):
+        for off, clipped in on_policy_metrics(model, Packer().split(hand_made_rollouts(), cuts)):
             assert off == 0
             assert not clipped.any()
 

@@ -14,16 +14,17 @@ from torch.distributed.tensor import DTensor
 from lightrl import RLModule
 from lightrl.datamodule import SizedLoader
 from lightrl.distributed import rank, world_size
-from lightrl.packing import StepBatch, live_tokens, pack, split
+from lightrl.packing import StepBatch, live_tokens
 from lightrl.strategies import ColocatedHFStrategy
 from tests.helpers.tiny import random_rollouts, tiny_model
 
 LR, CLIP, STEPS, ROLLOUTS = 0.5, 0.1, 3, 12
+MEMBERS = 3
 BAR = 1e-6
 
 
 def rollouts_of_step(step: int) -> list[Any]:
-    return random_rollouts(ROLLOUTS, seed=step, model=tiny_model())
+    return random_rollouts(ROLLOUTS, seed=step, model=tiny_model(), members=MEMBERS)
 
 
 def plain_loop(aggregation: str = "token") -> dict[str, torch.Tensor]:
@@ -61,7 +62,8 @@ class SGDModule(RLModule):
 def step_batch(module: RLModule, rollouts: list[Any], cuts: int) -> StepBatch:
     denominator = module.denominator(live_tokens(rollouts), len(rollouts), 100)
     own = rollouts[rank() :: world_size()]
-    micro = [pack(p, temperature=1.0, denominator=denominator) for p in split(own, cuts)]
+    packer = module.policy_forward.packer(module.policy)
+    micro = [packer.pack(p, temperature=1.0, denominator=denominator) for p in packer.split(own, cuts)]
     return StepBatch(micro, policy_version=0)
 
 
@@ -119,8 +121,16 @@ def test_step_equals_plain_loop_for_each_aggregation(aggregation: str) -> None:
     assert relative_error(train("auto", [3], aggregation), plain_loop(aggregation)) < BAR
 
 
-def test_padded_rows_give_the_same_step() -> None:
-    assert relative_error(train("auto", [2], packed=False), plain_loop()) < BAR
+@pytest.mark.parametrize("args", [{"packed": False}, {"share_prefix": False}], ids=str)
+def test_padded_rows_and_prompts_that_are_not_shared_give_the_same_step(args: dict[str, bool]) -> None:
+    assert relative_error(train("auto", [2], **args), plain_loop()) < BAR
+
+
+def test_these_steps_do_share_prompts() -> None:
+    module = RLModule(tiny_model())
+    module.configure_model()
+    shared = step_batch(module, rollouts_of_step(0), 2).micro
+    assert sum(len(m.input_ids) for m in shared) < sum(m.num_tokens for m in shared)
 
 
 @pytest.mark.parametrize("strategy", ["plain device", "FSDP2, every micro-batch reduced"])

@@ -52,15 +52,20 @@ def tiny_prompts(n: int = 8) -> list[dict[str, str]]:
     return [{"prompt": " ".join(f"w{3 + (i + j) % 29}" for j in range(1 + i % 3)), "answer": str(i)} for i in range(n)]
 
 
-def random_rollouts(n: int, seed: int = 0, *, model: Any = None, longest: int = 9) -> list[Rollout]:
-    """Rollouts of ragged lengths with random tokens and advantages; old logprobs far enough off to clip some ratios."""
+def random_rollouts(n: int, seed: int = 0, *, model: Any = None, longest: int = 9, members: int = 1) -> list[Rollout]:
+    """Rollouts of ragged lengths with random tokens and advantages; old logprobs far enough off to clip some ratios.
+
+    ``members`` in a row have the same prompt.
+    """
     g = torch.Generator().manual_seed(seed)
     rollouts = []
     for i in range(n):
         p, c = (int(x) for x in torch.randint(1, longest, (2,), generator=g))
         prompt = torch.randint(3, VOCAB, (p,), generator=g).tolist()
+        if i % members:
+            prompt = rollouts[-1].prompt_ids
         completion = torch.randint(2, VOCAB, (c,), generator=g).tolist()
-        rollout = Rollout(prompt, completion, torch.zeros(c), reward=float(i % 2), group_id=i // 2)
+        rollout = Rollout(prompt, completion, torch.zeros(c), reward=float(i % 2), group_id=i // max(2, members))
         rollout.advantage = float(torch.randn((), generator=g))
         if model is not None:
             noise = 0.3 * torch.randn(c, generator=g)

@@ -347,8 +347,8 @@ class Sampled(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         for micro in batch.micro:
-            rows = micro.input_ids.split(micro.lengths)
-            for i, row in enumerate(rows):
+            for i, spans in enumerate(micro.sequences()):
+                row = torch.cat([micro.input_ids[span] for span in spans])
                 completion = micro.targets[micro.sequence_ids == i].tolist()
                 assert row[-len(completion) :].tolist() == completion
                 self.trained.append((row[: -len(completion)].tolist(), completion))
