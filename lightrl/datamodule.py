@@ -61,7 +61,7 @@ class RolloutDataModule(LightningDataModule):
         temperature: of training samples.
         epochs_per_rollout: passes over a rollout batch, reshuffled each time.
         minibatches_per_rollout: optimizer steps a pass.
-        max_tokens_per_micro_batch: tokens, prompts included, that go through the model at once; a shared one counts once.
+        max_tokens_per_micro_batch: tokens, prompts included, that go through the model at once (a shared one once).
         on_long_prompt: ``"raise"`` or ``"drop"`` (with a warning that counts them).
         on_reward_error: ``"raise"``, or ``"exclude"`` the rollout from its group and from training.
         reward_timeout: seconds that one call of a reward may take.

@@ -1,11 +1,15 @@
-"""Metrics as (sum, count): right under micro-batches, ranks and NaN entries."""
+"""Metrics as sums and counts: right under micro-batches, ranks and NaN entries."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+
+_LOWEST, _OCTAVES, _STEPS = -24, 32, 16
+"""Bins of quantiles: from 2^-24 (about 6e-8), 32 octaves in 16 steps each, so that neighbours are 4 % apart."""
 
 
 class Meter:
@@ -22,6 +26,7 @@ class Meter:
     def __init__(self) -> None:
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
         self._maxima: dict[str, Tensor] = {}
+        self._histograms: dict[str, tuple[Tensor, float]] = {}
 
     def add(self, name: str, values: Tensor | float, *, mask: Tensor | None = None, weight: float = 1.0) -> None:
         """Add values to the mean called ``name``.
@@ -53,6 +58,21 @@ class Meter:
         largest = torch.where(mask & ~values.isnan(), values, 0.0).amax()
         self._maxima[name] = torch.maximum(self._maxima[name], largest) if name in self._maxima else largest
 
+    def add_quantile(self, name: str, values: Tensor, q: float, *, mask: Tensor) -> None:
+        """Add values to the quantile called ``name``: found to 5 %, above; 0 where there are none or it is below 6e-8.
+
+        Args:
+            name: metric key.
+            values: any shape, 0 or more; NaN entries are skipped.
+            q: 0.99 for the value that one in a hundred exceeds; one a name.
+            mask: like ``values``: False entries are skipped.
+        """
+        values = values.detach().double()
+        bins = ((values.nan_to_num(0.0).log2() - _LOWEST) * _STEPS).floor().clamp(-1, _OCTAVES * _STEPS - 1).long() + 1
+        counts = torch.zeros(_OCTAVES * _STEPS + 1, dtype=torch.float64, device=values.device)
+        counts.index_add_(0, bins.flatten(), (mask & ~values.isnan()).double().flatten())
+        self._histograms[name] = (self._histograms[name][0] + counts if name in self._histograms else counts, q)
+
     def add_all(self, metrics: Mapping[str, Tensor | float], mask: Tensor) -> None:
         """Add what a loss returns: tensors shaped like ``mask`` token by token, numbers once for each live token."""
         live = float(mask.sum())
@@ -69,18 +89,29 @@ class Meter:
         reduce_sum: Callable[[Tensor], Tensor] = lambda x: x,
         reduce_max: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> dict[str, float]:
-        """Return the means, and the maxima, over ranks; names of means without a single entry are left out.
+        """Return means, quantiles and maxima over ranks; names of means without a single entry are left out.
 
         Every rank must have the same names: they are put in order, and each kind is reduced in one call.
         """
         if not self._sums:
             return {}
-        names = sorted(self._sums)
+        names, quantiles = sorted(self._sums), sorted(self._histograms)
         device = max((s.device for s, _ in self._sums.values()), key=lambda d: d.type != "cpu")
-        both = torch.stack([torch.stack([self._sums[n][0].to(device), self._sums[n][1].to(device)]) for n in names])
-        rows = reduce_sum(both).tolist()
-        means = {n: total / count for n, (total, count) in zip(names, rows, strict=True) if count > 0}
+        both = [torch.stack([x.to(device) for x in self._sums[n]]) for n in names]
+        rows, *histograms = reduce_sum(
+            torch.cat([*both, *(self._histograms[n][0].to(device) for n in quantiles)])
+        ).split([2 * len(names)] + [_OCTAVES * _STEPS + 1] * len(quantiles))
+        means = {n: total / count for n, (total, count) in zip(names, rows.view(-1, 2).tolist(), strict=True) if count}
+        for name, counts in zip(quantiles, histograms, strict=True):
+            means[name] = _quantile(counts, self._histograms[name][1])
         if self._maxima:
             largest = reduce_max(torch.stack([self._maxima[n] for n in sorted(self._maxima)])).tolist()
             means |= dict(zip(sorted(self._maxima), largest, strict=True))
         return means
+
+
+def _quantile(counts: Tensor, q: float) -> float:
+    """Upper edge of the bin in which the ceil(q n)-th smallest of n values lies."""
+    cumulative = counts.cumsum(0)
+    bin_ = int((cumulative < math.ceil(q * float(cumulative[-1]))).sum())
+    return float(2.0 ** (_LOWEST + bin_ / _STEPS)) if bin_ else 0.0

@@ -98,6 +98,8 @@ class StepModule(LightningModule):
             meter.add("kl/ref", kl.k3(logprobs, micro.ref_logprobs), mask=live)
         if self.correction is not None:
             gap = old - micro.rollout_logprobs
+            meter.add("mismatch/logprob_diff_mean", gap.abs(), mask=live)
+            meter.add_quantile("mismatch/logprob_diff_p99", gap.abs(), 0.99, mask=live)
             meter.add_max("mismatch/logprob_diff_max", gap.abs(), mask=live)
             meter.add("mismatch/ratio", bounded_exp(gap), mask=live)
             meter.add("mismatch/ratio_squared", bounded_exp(gap).double().square(), mask=live)

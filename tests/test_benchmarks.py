@@ -104,3 +104,25 @@ def test_demo_bars(after, seconds, ok):
 def test_demo_wants_its_figure_on_the_last_line():
     with pytest.raises(RuntimeError, match="no line matches"):
         demo.parse(DEMO_OUTPUT.format(after="1.0", seconds="60") + "one more line\n")
+
+
+def test_algorithms_bar_is_the_worst_of_them():
+    from benchmarks import algorithms
+
+    rows = [
+        {"algorithm": name, "steps": 60, "seconds": 9.6, "before": 0.1, "pass@1": after, "curve": ([10], [after])}
+        for name, after in (("GRPO", 0.95), ("DAPO", 0.8))
+    ]
+    assert algorithms.judge(rows).ok
+    rows[1]["pass@1"] = 0.799
+    result = algorithms.judge(rows)
+    assert not result.ok
+    assert "0.799 (DAPO, 2 algorithms)" in result.figure
+    assert "| GRPO | 60 | 10 | 0.100 | 0.950 |" in algorithms.markdown(rows, "colocated_hf")
+
+
+def test_every_algorithm_is_measured():
+    from benchmarks.algorithms import NAMES
+    from lightrl import algorithms
+
+    assert sorted(NAMES) == sorted(algorithms.__all__)

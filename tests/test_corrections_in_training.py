@@ -77,12 +77,14 @@ def test_decoupled_ppo_without_a_pass_interpolates_by_age() -> None:
     for i, r in enumerate(rollouts):
         r.scored_logprobs, r.policy_versions = None, torch.full((len(r.completion_ids),), i % 4)
     micro = pack(rollouts, temperature=1.0, denominator=1.0)
-    now = [r.rollout_logprobs + 0.3 for r in rollouts]
+    # Unclipped, the two ratios multiply to pi / pi_rollout whatever pi_old is: far enough to clip at every age.
+    now = [r.rollout_logprobs + 0.9 for r in rollouts]
+    assert any(r.advantage > 0 for r in rollouts[:3])
     module = AtStep3(tiny_model(), correction=TruncatedToken(math.inf), recompute_old_logprobs=False)
     right = 0.0
     for i, (r, x) in enumerate(zip(rollouts, now, strict=True)):
         age = 3 - i % 4
-        old = r.rollout_logprobs + 0.3 * ((age - 1) / age if age else 1.0)
+        old = r.rollout_logprobs + 0.9 * ((age - 1) / age if age else 1.0)
         right += float(((old - r.rollout_logprobs).exp() * surrogate(x, old, r.advantage)).sum())
     assert float(module.loss(micro, torch.cat(now))[0]) == pytest.approx(right, rel=1e-4)
 
@@ -100,14 +102,16 @@ class Logged(Callback):
 @pytest.mark.parametrize("cuts", [1, 3])
 def test_mismatch_metrics_are_the_steps_whatever_the_cut(cuts: int) -> None:
     rollouts, logged = off_policy(), Logged()
+    rollouts[0].rollout_logprobs[0] += 5.0  # the largest gap is a negative one
     loader = SizedLoader(
         1, lambda _: StepBatch([pack(p, temperature=1.0) for p in Packer().split(rollouts, cuts)], 0, rollouts)
     )
     quiet_trainer(strategy="auto", callbacks=[logged]).fit(tiny_module(correction=TruncatedToken(1.1)), loader)
     old, sampler = (torch.cat([getattr(r, n) for r in rollouts]) for n in ("scored_logprobs", "rollout_logprobs"))
     right = mismatch_metrics(old, sampler, cap=1.1)
-    for name in ("logprob_diff_max", "effective_sample_size", "truncated_frac"):
+    for name in ("logprob_diff_mean", "logprob_diff_max", "effective_sample_size", "truncated_frac"):
         assert logged.metrics[0][f"mismatch/{name}"] == pytest.approx(float(right[name]), rel=1e-5), name
+    assert 1 <= logged.metrics[0]["mismatch/logprob_diff_p99"] / float(right["logprob_diff_p99"]) < 1.05
     assert logged.metrics[0]["kl/mismatch"] == pytest.approx(float(right["mismatch_kl"]), rel=1e-5)
 
 

@@ -74,8 +74,31 @@ def test_a_rank_with_nothing_live_has_the_same_names() -> None:
     meter.add_all({"token": torch.tensor([NAN]), "number": NAN, "scalar": torch.tensor(1.0)}, torch.tensor([False]))
     shapes: list[torch.Size] = []
     assert meter.means(lambda x: shapes.append(x.shape) or x) == {}  # type: ignore[func-returns-value]
-    assert shapes == [(3, 2)]
+    assert shapes == [(6,)]
 
 
 def test_nothing_added() -> None:
     assert Meter().means() == {}
+
+
+def test_a_quantile_is_of_the_live_values_of_all_micro_batches_and_ranks() -> None:
+    values = torch.cat([torch.arange(1.0, 201.0) / 100, torch.tensor([NAN, 50.0])])
+    live = values != 50
+    meters = [Meter(), Meter()]
+    for meter, half, mask in zip(meters, values.chunk(2), live.chunk(2), strict=True):
+        meter.add("needs/one", 1.0)
+        for part, m in zip(half.chunk(3), mask.chunk(3), strict=True):
+            meter.add_quantile("gap", part, 0.99, mask=m)
+    rows: list[Tensor] = []
+    for meter in meters:
+        meter.means(lambda x: rows.append(x) or x)  # type: ignore[func-returns-value]
+    found = meters[0].means(lambda _: rows[0] + rows[1])["gap"]
+    assert 1.98 <= found < 1.98 * 1.05  # the 198th of 200
+
+
+@pytest.mark.parametrize(("values", "right"), [([0.0, 0.0], 0.0), ([NAN], 0.0), ([1e-9, 1e-9], 0.0), ([1e9], 2.0**8)])
+def test_a_quantile_beyond_its_bins(values: list[float], right: float) -> None:
+    meter = Meter()
+    meter.add("needs/one", 1.0)
+    meter.add_quantile("gap", torch.tensor(values), 0.99, mask=torch.ones(len(values), dtype=torch.bool))
+    assert meter.means()["gap"] == right

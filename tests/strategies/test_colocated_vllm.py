@@ -85,15 +85,11 @@ def test_sync_every_second_step() -> None:
     assert max(witness.gaps) < BAR
 
 
-def test_gpt2_whose_matrices_lie_transposed_in_its_checkpoints() -> None:
+def test_gpt2_whose_matrices_lie_transposed_in_its_checkpoints(monkeypatch: pytest.MonkeyPatch) -> None:
     config = GPT2Config(vocab_size=32, n_embd=128, n_layer=2, n_head=2, n_positions=128, eos_token_id=2, bos_token_id=2)
     fit(GPT2LMHeadModel(config), max_steps=2)  # every push is verified
-    wrong = tampering("transformer.h.1.attn.c_proj.weight", lambda t: t.flip(0))
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        pytest.raises(WeightSyncError, match=r"transformer\.h\.1\.attn\.c_proj"),
-    ):
-        patch.setattr(Fingerprint, "watch", wrong)
+    monkeypatch.setattr(Fingerprint, "watch", tampering("transformer.h.1.attn.c_proj.weight", lambda t: t.flip(0)))
+    with pytest.raises(WeightSyncError, match=r"transformer\.h\.1\.attn\.c_proj"):
         fit(GPT2LMHeadModel(config), max_steps=1)
 
 
