@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -45,3 +46,26 @@ def all_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered
+
+
+def from_rank_zero(work: Callable[[], Any]) -> Any:
+    """Return what ``work`` returns on rank 0, on every rank; what it raises there is raised everywhere.
+
+    Raises:
+        RuntimeError: on the other ranks, naming the error of rank 0.
+    """
+    if world_size() == 1:
+        return work()
+    error: BaseException | None = None
+    result = None
+    if rank() == 0:
+        try:
+            result = work()
+        except Exception as raised:
+            error = raised
+    result, reason = all_objects((result, None if error is None else f"{type(error).__name__}: {error}"))[0]
+    if error is not None:
+        raise error
+    if reason is not None:
+        raise RuntimeError(f"rank 0 failed with {reason}")
+    return result

@@ -15,10 +15,7 @@ def rollouts_to_state(batch: RolloutBatch | None) -> dict[str, Any] | None:
     return {
         "policy_version": batch.policy_version,
         "temperature": batch.temperature,
-        "groups": [
-            {"prompt": g.prompt.token_ids, "index": g.prompt.index, "rollouts": [_plain(r) for r in g.rollouts]}
-            for g in batch.groups
-        ],
+        "groups": [group_to_state(g) for g in batch.groups],
     }
 
 
@@ -26,11 +23,19 @@ def rollouts_from_state(state: dict[str, Any] | None) -> RolloutBatch | None:
     """Return the batch that ``state`` was made of."""
     if state is None:
         return None
-    groups = [
-        RolloutGroup(Prompt(g["prompt"], index=g["index"]), [Rollout(**r) for r in g["rollouts"]])
-        for g in state["groups"]
-    ]
+    groups = [group_from_state(g) for g in state["groups"]]
     return RolloutBatch(groups, state["policy_version"], state["temperature"])
+
+
+def group_to_state(group: RolloutGroup) -> dict[str, Any]:
+    """Return ``group`` as dicts, lists, numbers, strings and tensors."""
+    prompt = group.prompt
+    return {"prompt": prompt.token_ids, "index": prompt.index, "rollouts": [_plain(r) for r in group.rollouts]}
+
+
+def group_from_state(state: dict[str, Any]) -> RolloutGroup:
+    """Return the group that ``state`` was made of."""
+    return RolloutGroup(Prompt(state["prompt"], index=state["index"]), [Rollout(**r) for r in state["rollouts"]])
 
 
 def _plain(rollout: Rollout) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import torch
 from lightrl.distributed import all_objects
 from lightrl.groups import has_spread
 from lightrl.rewards import RewardSum
-from lightrl.types import Prompt, Rollout, RolloutBatch, RolloutGroup, Sampling
+from lightrl.types import Completion, Prompt, Rollout, RolloutBatch, RolloutGroup, Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -33,11 +33,19 @@ class RolloutSource:
     def rollout(self, prompts: list[Prompt], sampling: Sampling) -> RolloutBatch:
         """Sample and score. All ranks call it together, each with its own prompts (perhaps none)."""
         completions = self.strategy.generate([p.token_ids for p in prompts], sampling)
-        generated = time.perf_counter()
+        groups, seconds = self.scored(prompts, completions)
+        version, longest = self.strategy.policy_version, sampling.max_completion_tokens
+        return RolloutBatch(groups, version, sampling.temperature, self.strategy.seconds | seconds, longest)
+
+    def scored(
+        self, prompts: list[Prompt], completions: list[list[Completion]]
+    ) -> tuple[list[RolloutGroup], dict[str, float]]:
+        """Return groups of scored rollouts, one for each prompt, and the seconds that scoring took."""
+        started = time.perf_counter()
         texts = self._decode([c.token_ids for group in completions for c in group])
         owners = [p for p, group in zip(prompts, completions, strict=True) for _ in group]
         scores = self.rewards.score(texts, owners, [c.token_ids for group in completions for c in group])
-        seconds = self.strategy.seconds | {"time/reward": time.perf_counter() - generated}
+        seconds = {"time/reward": time.perf_counter() - started}
         rest = iter(zip(texts, scores, strict=True))
         groups = []
         for group_id, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
@@ -58,8 +66,7 @@ class RolloutSource:
                     )
                 )
             groups.append(RolloutGroup(prompt, rollouts))
-        version, longest = self.strategy.policy_version, sampling.max_completion_tokens
-        return RolloutBatch(groups, version, sampling.temperature, seconds, longest)
+        return groups, seconds
 
     def require_scores(self, batch: RolloutBatch) -> None:
         """Raise ValueError if no rollout on any rank has a reward and no reward failed (a collective)."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightrl.ahead import RolloutsAhead
 from lightrl.distributed import all_objects, rank, world_size
 from lightrl.packing import StepBatch, live_tokens, shuffled_parts
 from lightrl.prompts import PromptOrder, stop_token_ids
@@ -37,6 +38,7 @@ class RolloutStream:
         self.step = 0
         """Optimizer steps handed out of the current batch."""
         self.current: RolloutBatch | None = None
+        self._ahead = RolloutsAhead(self)
         self._warned = False
 
     @property
@@ -47,10 +49,11 @@ class RolloutStream:
     def next_step(self) -> StepBatch:
         """Return the next optimizer step's rollouts, sampling new ones when the current batch is used up."""
         measured: dict[str, tuple[float, float]] = {}
+        self._trainer.strategy.sync_weights()
         if self.current is None:
             self.current, measured = self._collect()
         batch = self.current
-        trained = [r for r in batch.rollouts if self._module.trains_on(r)]
+        trained = [r for r in batch.rollouts if self.module.trains_on(r)]
         if self.steps_per_rollout > 1:
             count = self.data.minibatches_per_rollout
             round_, part = divmod(self.step, count)
@@ -64,20 +67,26 @@ class RolloutStream:
         return self._step_batch(trained, batch, measured)
 
     def _collect(self) -> tuple[RolloutBatch, dict[str, tuple[float, float]]]:
-        module, before = self._module, self.batches
-        batch = self._sample(range(self.data.prompts_per_step))
+        module, before = self.module, self.batches
+        if self._trainer.strategy.overlaps:
+            batch, sampled = self._ahead.next_batch()
+        else:
+            batch = sampled = self._sample(range(self.data.prompts_per_step))
         if self.batches == 0:  # later on, a whole batch of abstentions may be meant
-            self._source().require_scores(batch)
-        sampled = batch
-        if module.max_sampling_rounds > 1:
+            self.source().require_scores(sampled)
+        if module.max_sampling_rounds > 1 and not self._trainer.strategy.overlaps:
             batch, sampled = self._replaced(batch)
         max_tokens = self.data.max_tokens_per_micro_batch
         module.score(batch, max_tokens=max_tokens, reused=self.steps_per_rollout > 1)
         module.advantages(batch)
         measured = measure(sampled, self._trainer.global_step)
-        if module.max_sampling_rounds > 1:
+        if module.max_sampling_rounds > 1 and not self._trainer.strategy.overlaps:
             measured["rollout/sampling_rounds"] = (1.0 + self.batches - before, 1.0)
         return batch, measured
+
+    def sampling_of_training(self) -> Sampling:
+        """How rollouts to train on are sampled."""
+        return self._sampling("train", self.batches, self.data.group_size, self.data.temperature, ()).for_training()
 
     def _sample(self, places: Sequence[int]) -> RolloutBatch:
         """Sample the next prompts in the order, one for each place in the step; a place belongs to a rank."""
@@ -86,14 +95,14 @@ class RolloutStream:
         rows = dict(zip(places, self.order.take(len(places)), strict=True))
         mine = [p for p in places if p % world_size() == rank()]
         sampling = self._sampling("train", self.batches, data.group_size, data.temperature, mine).for_training()
-        return self._source().rollout([self.prompts[rows[p]] for p in mine], sampling)
+        return self.source().rollout([self.prompts[rows[p]] for p in mine], sampling)
 
     def _replaced(self, batch: RolloutBatch) -> tuple[RolloutBatch, RolloutBatch]:
         """Return the batch with the groups that the module refuses replaced, and one of all that was sampled.
 
         Metrics are of the latter: the rewards of what was kept say nothing of the policy.
         """
-        module, places = self._module, range(rank(), self.data.prompts_per_step, world_size())
+        module, places = self.module, range(rank(), self.data.prompts_per_step, world_size())
         sampled = replace(batch, groups=list(batch.groups), seconds=dict(batch.seconds))
         kept = {p: g for p, g in zip(places, batch.groups, strict=True) if module.keep_group(g)}
         for _ in range(module.max_sampling_rounds - 1):
@@ -121,7 +130,7 @@ class RolloutStream:
     def _warn_of_few(self, missing: int) -> None:
         if not self._warned:
             rank_zero_warn(
-                f"after max_sampling_rounds={self._module.max_sampling_rounds} {missing} of "
+                f"after max_sampling_rounds={self.module.max_sampling_rounds} {missing} of "
                 f"{self.data.prompts_per_step} prompts have no group to train on: the step goes on without them. "
                 "Prompts may be too easy or too hard. (This is said once.)"
             )
@@ -133,8 +142,8 @@ class RolloutStream:
         counts = [live_tokens([r]) for r in rollouts]
         everywhere = all_objects((sum(counts), sum(c > 0 for c in counts)))
         tokens, sequences = (sum(column) for column in zip(*everywhere, strict=True))
-        denominator = self._module.denominator(tokens, sequences, self.data.max_completion_tokens)
-        packer = self._module.policy_forward.packer(self._module.policy)
+        denominator = self.module.denominator(tokens, sequences, self.data.max_completion_tokens)
+        packer = self.module.policy_forward.packer(self.module.policy)
         parts = packer.plan(rollouts, self.data.max_tokens_per_micro_batch)
         micro = [packer.pack(part, temperature=batch.temperature, denominator=denominator) for part in parts]
         return StepBatch(micro, batch.policy_version, rollouts, measured)
@@ -144,10 +153,10 @@ class RolloutStream:
         share = range(rank(), len(prompts), world_size())[i * size : (i + 1) * size]
         places = [j - i * size * world_size() for j in share]
         sampling = self._sampling("val", i, self.data.val_group_size, self.data.val_temperature, places)
-        return self._source().rollout([prompts[j] for j in share], sampling)
+        return self.source().rollout([prompts[j] for j in share], sampling)
 
     def _sampling(self, kind: str, batch: int, n: int, temperature: float, places: Sequence[int]) -> Sampling:
-        tokenizer, policy = self.data.tokenizer, self._module.policy
+        tokenizer, policy = self.data.tokenizer, self.module.policy
         assert tokenizer is not None
         seed = derive_seed(self.seed, kind, batch)
         return Sampling(
@@ -159,7 +168,8 @@ class RolloutStream:
             prompt_seeds=tuple(derive_seed(seed, i) for i in places) if self.data.deterministic else (),
         )
 
-    def _source(self) -> RolloutSource:
+    def source(self) -> RolloutSource:
+        """Return what samples and scores."""
         assert self.data.tokenizer is not None
         return RolloutSource(self._trainer.strategy, self.data.tokenizer, self.data.rewards)
 
@@ -168,18 +178,21 @@ class RolloutStream:
         return self.data.trainer
 
     @property
-    def _module(self) -> Any:
+    def module(self) -> Any:
+        """The module that is trained."""
         return self._trainer.lightning_module
 
     def state_dict(self) -> dict[str, Any]:
         """Return the exact position, of every rank, as plain builtins and tensors (all ranks call it together)."""
         if self.order is None:
             return {}
+        ahead = self._ahead.state_dict()
         return {
-            "order": self.order.state_dict(),
+            "order": ahead["order"] if ahead else self.order.state_dict(),
             "batches": self.batches,
             "step": self.step,
             "current": all_objects(rollouts_to_state(self.current)),
+            "ahead": ahead,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -197,6 +210,7 @@ class RolloutStream:
                 f"{world_size()}: resume with {len(current)}, or from a checkpoint at the end of a rollout batch"
             )
         self.order.load_state_dict(state["order"])
+        self._ahead.load_state_dict(state["ahead"])
         self.seed = self.order.seed
         self.batches, self.step = state["batches"], state["step"]
         self.current = rollouts_from_state(current[rank()]) if len(current) == world_size() else None

@@ -55,7 +55,7 @@ def import_vllm() -> Any:
         import vllm
     except ImportError as error:
         raise ValueError(
-            "strategy='colocated_vllm' needs vLLM, which is not installed here: pip install 'lightrl-trainer[vllm]' on "
+            "this strategy needs vLLM, which is not installed here: pip install 'lightrl-trainer[vllm]' on "
             f"a GPU machine or 'lightrl-trainer[cpu]' on a CPU; strategy='colocated_hf' works without it. ({error})"
         ) from error
     _silence()
@@ -100,6 +100,15 @@ def model_of(llm: Any) -> torch.nn.Module:
     worker = llm.llm_engine.model_executor.driver_worker
     worker = getattr(worker, "worker", worker)
     return worker.get_model()  # type: ignore[no-any-return]
+
+
+def sampled_so_far(llm: Any) -> dict[str, int]:
+    """Return how many tokens each unfinished request has sampled, by the id that the request was given."""
+    states = llm.llm_engine.output_processor.request_states
+    return {
+        getattr(state, "external_req_id", None) or rid: int(state.detokenizer.num_output_tokens())
+        for rid, state in states.items()
+    }
 
 
 def repack_tied_head(model: torch.nn.Module) -> None:

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CPU_CACHE_BYTES = 2**28
+OUTPUT = {"logprobs": 0, "flat_logprobs": True, "detokenize": False}
+"""Sampling parameters for what comes back: token ids and the sampled token's logprob, no text."""
+SCORE = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0, "detokenize": False}
+"""Sampling parameters of a request whose prompt is to be scored."""
 
 
 class VLLMEngine:
@@ -65,21 +69,14 @@ class VLLMEngine:
         self._tp_index, self._tp_rank = divmod(rank(), tensor_parallel_size)
         self._tp_group = _own_group(tensor_parallel_size)
         self._config = tempfile.TemporaryDirectory(prefix="lightrl-")
-        args = {
+        args = llm_args(str(dtype).removeprefix("torch."), device.type) | {
             "model": _config_folder(policy, Path(self._config.name), trust_remote_code),
-            "skip_tokenizer_init": True,
-            "load_format": "dummy",
-            "dtype": str(dtype).removeprefix("torch."),
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": tensor_parallel_size,
             "max_model_len": max_model_len,
-            "logprobs_mode": "processed_logprobs",
-            "generation_config": "vllm",
             "trust_remote_code": trust_remote_code,
-            "disable_log_stats": True,
             "seed": self._tp_index,
             "enable_sleep_mode": device.type == "cuda",
-            **_cpu_args(device),
             **(engine_args or {}),
         }
         with forked_rng(0), compat.process_kept(), compat.torchrun_environment(rank(), local_rank, world_size()):
@@ -99,16 +96,13 @@ class VLLMEngine:
         from vllm import SamplingParams
 
         n = sampling.num_completions
-        options: dict[str, Any] = {
+        options: dict[str, Any] = OUTPUT | {
             "max_tokens": sampling.max_completion_tokens,
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "top_k": sampling.top_k,
             "min_p": sampling.min_p,
             "stop_token_ids": list(sampling.stop_token_ids),
-            "logprobs": 0,
-            "flat_logprobs": True,
-            "detokenize": False,
         }
         if not seeds:
             outputs = self._run(prompts, SamplingParams(n=n, **options), derive_seed(sampling.seed, self._tp_index))
@@ -129,12 +123,8 @@ class VLLMEngine:
         """See :class:`~lightrl.engines.base.Engine`."""
         from vllm import SamplingParams
 
-        params = SamplingParams(max_tokens=1, prompt_logprobs=0, temperature=0.0, detokenize=False)
-        scored = []
-        for ids, output in zip(sequences, self._run(sequences, params, 0), strict=True):
-            rows = output.prompt_logprobs[1:]
-            scored.append(torch.tensor([row[token].logprob for row, token in zip(rows, ids[1:], strict=True)]))
-        return scored
+        params = SamplingParams(**SCORE)
+        return [prompt_logprobs(o, ids) for ids, o in zip(sequences, self._run(sequences, params, 0), strict=True)]
 
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """See :class:`~lightrl.engines.base.Engine`.
@@ -142,14 +132,7 @@ class VLLMEngine:
         Raises:
             WeightSyncError: a tensor did not arrive as it was sent (it is named), or a cache of older weights stays.
         """
-        model = compat.model_of(self.llm)
-        fingerprint = Fingerprint(model, self._tp_rank)
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": fingerprint.watch(weights)})
-        compat.repack_tied_head(model)
-        with torch.no_grad():
-            wrong = fingerprint.mismatches()
-        if wrong:
-            raise WeightSyncError(f"after the push the engine does not hold what was sent as {', '.join(wrong[:8])}")
+        load_checked(self.llm, weights, self._tp_rank)
         if not self.llm.reset_prefix_cache():
             raise WeightSyncError("vLLM kept its prefix cache after new weights: requests still hold blocks of it")
 
@@ -174,6 +157,28 @@ class VLLMEngine:
             self._config.cleanup()
 
 
+def load_checked(llm: Any, weights: Iterator[tuple[str, Tensor]], tp_rank: int) -> None:
+    """Put (checkpoint name, full tensor) pairs into an in-process engine and compare what it made of them.
+
+    Raises:
+        WeightSyncError: a tensor did not arrive as it was sent; it is named.
+    """
+    model = compat.model_of(llm)
+    fingerprint = Fingerprint(model, tp_rank)
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": fingerprint.watch(weights)})
+    compat.repack_tied_head(model)
+    with torch.no_grad():
+        wrong = fingerprint.mismatches()
+    if wrong:
+        raise WeightSyncError(f"after the push the engine does not hold what was sent as {', '.join(wrong[:8])}")
+
+
+def prompt_logprobs(output: Any, ids: list[int]) -> Tensor:
+    """Return float32 [L - 1]: logprobs of tokens 2..L of a prompt that was scored."""
+    rows = output.prompt_logprobs[1:]
+    return torch.tensor([row[token].logprob for row, token in zip(rows, ids[1:], strict=True)])
+
+
 def _own_group(size: int) -> dist.ProcessGroup | None:
     if size == 1:
         return None
@@ -185,15 +190,30 @@ def _own_group(size: int) -> dist.ProcessGroup | None:
 def _config_folder(policy: PreTrainedModel, folder: Path, trust_remote_code: bool) -> str:
     if trust_remote_code:
         return str(policy.config.name_or_path)  # the folder with the model's own code
-    policy.config.architectures = [
-        c.__name__ for c in type(policy).__mro__ if c.__module__.startswith("transformers.")
-    ][:1]
+    name_architecture(policy)
     policy.config.save_pretrained(folder)
     return str(folder)
 
 
-def _cpu_args(device: torch.device) -> dict[str, Any]:
-    return {} if device.type == "cuda" else {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_CACHE_BYTES}
+def name_architecture(policy: PreTrainedModel) -> None:
+    """Write the class that vLLM has to look for into the policy's configuration."""
+    policy.config.architectures = [
+        c.__name__ for c in type(policy).__mro__ if c.__module__.startswith("transformers.")
+    ][:1]
+
+
+def llm_args(dtype: str, device_type: str) -> dict[str, Any]:
+    """Return what every engine here has in common: token ids in and out, weights to come, logprobs as sampled."""
+    cpu = {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_CACHE_BYTES}
+    return {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": dtype,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",
+        "disable_log_stats": True,
+        **(cpu if device_type == "cpu" else {}),
+    }
 
 
 def _completion(sample: Any, policy_version: int) -> Completion:

@@ -39,6 +39,9 @@ class RolloutStrategy(ModelParallelStrategy):
             meets a learning rate below 1e-5.
     """
 
+    overlaps = False
+    """Whether rollouts are sampled ahead of training, by a producer."""
+
     def __init__(
         self,
         sync_every: int = 1,
@@ -68,6 +71,12 @@ class RolloutStrategy(ModelParallelStrategy):
         All ranks call it together, each with its own prompts (perhaps none).
         """
 
+    def sync_weights(self) -> None:
+        """Push the weights if they are ``sync_every`` steps ahead of the engine's (all ranks call it together).
+
+        Strategies that take turns push while they generate, and have nothing to do here.
+        """
+
     @property
     def policy_version(self) -> int:
         """Optimizer steps done by the weights that the engine holds."""
@@ -76,6 +85,10 @@ class RolloutStrategy(ModelParallelStrategy):
     def mark_weights_dirty(self) -> None:
         """Have the next ``generate`` push the weights first: something other than an optimizer step changed them."""
         self._pushed_version = None
+
+    @property
+    def _engine_dtype(self) -> torch.dtype:
+        return torch.float32 if self.precision_plugin.precision == "32-true" else torch.bfloat16
 
     def _is_stale(self) -> bool:
         assert self._trainer is not None

@@ -94,7 +94,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         module: Any = self.lightning_module
-        self._engine = self._build_engine(module, self.max_model_len or _tokens_needed(trainer))
+        self._engine = self._build_engine(module, self.max_model_len or tokens_needed(trainer))
         self._canary = Canary(module.policy.config.get_text_config().vocab_size)
         self._weights_gone = True
         if self.sleep:
@@ -113,10 +113,6 @@ class ColocatedVLLMStrategy(RolloutStrategy):
             trust_remote_code=module.trust_remote_code,
             engine_args=self.engine_args,
         )
-
-    @property
-    def _engine_dtype(self) -> torch.dtype:
-        return torch.float32 if self.precision_plugin.precision == "32-true" else torch.bfloat16
 
     @override
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Completion]]:
@@ -220,6 +216,7 @@ class ColocatedHFStrategy(ColocatedVLLMStrategy):
         return HFEngine(module.policy, self.root_device)
 
 
-def _tokens_needed(trainer: pl.Trainer) -> int | None:
+def tokens_needed(trainer: pl.Trainer) -> int | None:
+    """Return the longest sequence that an engine has to hold, on any rank, or None where no datamodule says it."""
     needed = getattr(getattr(trainer, "datamodule", None), "max_sequence_tokens", None)
     return None if needed is None else max(*all_objects(needed), LONGEST + 1)

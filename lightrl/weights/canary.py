@@ -43,8 +43,11 @@ class Canary:
         Raises:
             WeightSyncError: it is beyond the noise of ``dtype``.
         """
-        found = torch.cat(engine.score(self.sequences))
-        difference = float((found - torch.cat(expected)).abs().mean())
+        return self.compare(engine.score(self.sequences), expected, dtype)
+
+    def compare(self, found: list[Tensor], expected: list[Tensor], dtype: torch.dtype) -> float:
+        """As :meth:`check`, of logprobs that were found already."""
+        difference = float((torch.cat(found) - torch.cat(expected)).abs().mean())
         if not difference <= _LIMIT[dtype]:
             raise WeightSyncError(
                 f"engine and trainer disagree: mean |difference| of logprobs {difference:.3g} (limit {_LIMIT[dtype]} "

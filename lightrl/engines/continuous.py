@@ -1,0 +1,187 @@
+"""vLLM that never waits for a batch: requests join and leave while it steps, and weights change in between."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrl.engines import compat
+from lightrl.engines.base import WeightSyncError
+from lightrl.engines.messages import EngineSpec, Output, Request, float_bytes
+from lightrl.engines.vllm import OUTPUT, SCORE, llm_args, load_checked, prompt_logprobs
+
+_SCORE_ID = "score"
+
+
+class ContinuousEngine:
+    """An ``LLM`` stepped by hand, in a process that has nothing else to do.
+
+    Stepping in this process, and not in one of vLLM's own, puts each change of weights between two steps: nothing has
+    to be paused, and the version of every token is known.
+
+    Args:
+        spec: what to build.
+
+    Raises:
+        ValueError: vLLM is not installed, or refuses the spec.
+    """
+
+    def __init__(self, spec: EngineSpec) -> None:
+        vllm = compat.import_vllm()
+        self.spec = spec
+        self.version = -1
+        """Optimizer steps done by the weights that it holds; -1 before the first push."""
+        self._changes: dict[str, list[tuple[int, int]]] = {}  # id: (version, tokens sampled when it was replaced)
+        self._done: list[Output] = []
+        self._scores: dict[str, Any] = {}
+        self._config = tempfile.TemporaryDirectory(prefix="lightrl-engine-")
+        (Path(self._config.name) / "config.json").write_text(json.dumps(spec.config))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        args = llm_args(spec.dtype, device) | {
+            "model": spec.code_path or self._config.name,
+            "tensor_parallel_size": spec.tensor_parallel_size,
+            "distributed_executor_backend": "uni" if spec.tensor_parallel_size == 1 else "mp",
+            "max_model_len": spec.max_model_len,
+            "trust_remote_code": spec.code_path is not None,
+            "worker_extension_cls": "lightrl.engines.worker.WeightLoader",
+            **spec.engine_args,
+        }
+        self.llm: Any = vllm.LLM(**args)
+
+    @property
+    def busy(self) -> bool:
+        """Whether there is anything to step for or to hand out."""
+        return bool(self._done) or self.llm.llm_engine.has_unfinished_requests()
+
+    def submit(self, request: Request) -> None:
+        """Let a request join.
+
+        Raises:
+            ValueError: vLLM refuses it, for example because it is too long.
+        """
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            max_tokens=request.max_tokens,
+            temperature=request.temperature,
+            top_p=request.top_p,
+            top_k=request.top_k,
+            min_p=request.min_p,
+            stop_token_ids=request.stop_token_ids,
+            seed=request.seed,
+            **OUTPUT,
+        )
+        self._add(request.id, request.prompt, params)
+        self._changes[request.id] = []
+
+    def _add(self, request_id: str, ids: list[int], params: Any) -> None:
+        from vllm.inputs import TokensPrompt
+        from vllm.sampling_params import RequestOutputKind
+
+        params.output_kind = RequestOutputKind.FINAL_ONLY
+        # The salt keeps a new request from attention states that older weights computed.
+        prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=str(self.version))
+        self.llm.llm_engine.add_request(request_id, prompt, params)
+
+    def abort(self, ids: list[str]) -> None:
+        """Let requests go without an output; unknown ones are ignored."""
+        self.llm.llm_engine.abort_request([i for i in ids if self._changes.pop(i, None) is not None])
+        gone = set(ids)
+        self._done = [o for o in self._done if o.id not in gone]
+
+    def abort_all(self) -> None:
+        """Let every request go."""
+        self.abort([*self._changes, *(o.id for o in self._done)])
+
+    def step(self) -> list[Output]:
+        """Sample the next token of every running request; return those that ended."""
+        if self.llm.llm_engine.has_unfinished_requests():
+            with torch.no_grad():
+                for output in self.llm.llm_engine.step():
+                    self._finish(output)
+        done, self._done = self._done, []
+        return done
+
+    def _finish(self, output: Any) -> None:
+        if not output.finished:
+            return
+        if output.request_id.startswith(_SCORE_ID):
+            self._scores[output.request_id] = output
+            return
+        changes = self._changes.pop(output.request_id, None)
+        if changes is None:
+            return  # aborted
+        sample = output.outputs[0]
+        if sample.finish_reason not in ("stop", "length"):
+            raise RuntimeError(f"vLLM ended a completion with finish_reason={sample.finish_reason!r}")
+        ids = list(sample.token_ids)
+        versions, before = [], 0
+        for version, count in [*changes, (self.version, len(ids))]:
+            if count > before:
+                versions.append((version, count - before))
+                before = count
+        logprobs = float_bytes(list(sample.logprobs.logprobs))
+        self._done.append(Output(output.request_id, ids, logprobs, versions, sample.finish_reason == "length"))
+
+    def load(self, weights: Iterator[tuple[str, Tensor]], version: int, recompute_kv: bool) -> float:
+        """Put (checkpoint name, full tensor) pairs in, check them, and go on under the new version.
+
+        Args:
+            weights: all of them.
+            version: optimizer steps done by them.
+            recompute_kv: compute attention states of running requests again under the new weights; otherwise later
+                tokens look at states of older ones.
+
+        Returns:
+            Seconds that generation stood still.
+
+        Raises:
+            WeightSyncError: a tensor did not arrive as it was sent.
+        """
+        started = time.perf_counter()
+        sampled = compat.sampled_so_far(self.llm)
+        if self.spec.tensor_parallel_size == 1:
+            load_checked(self.llm, weights, tp_rank=0)
+        else:
+            self._load_on_workers(weights)
+        for request_id, changes in self._changes.items():
+            if sampled.get(request_id):
+                changes.append((self.version, sampled[request_id]))
+        self.version = version
+        if recompute_kv:
+            self.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+        return time.perf_counter() - started
+
+    def _load_on_workers(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        from safetensors.torch import save_file
+
+        # A file in memory: no iterator can cross to vLLM's workers, and all of them read the same one.
+        shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
+        with tempfile.NamedTemporaryFile(prefix="lightrl-weights-", dir=shared) as file:
+            save_file({name: tensor.contiguous() for name, tensor in weights}, file.name)
+            for wrong in self.llm.collective_rpc("lightrl_load", args=(file.name,)):
+                if wrong:
+                    raise WeightSyncError(f"a worker does not hold what was sent as {', '.join(wrong[:8])}")
+
+    def score(self, sequences: list[list[int]]) -> list[Tensor]:
+        """Return, for each sequence of L tokens, float32 [L - 1]: logprobs of tokens 2..L at temperature 1."""
+        from vllm import SamplingParams
+
+        ids = [f"{_SCORE_ID}-{i}" for i in range(len(sequences))]
+        for request_id, sequence in zip(ids, sequences, strict=True):
+            self._add(request_id, sequence, SamplingParams(**SCORE))
+        while not all(i in self._scores for i in ids):
+            self._done = self.step()
+        return [prompt_logprobs(self._scores.pop(i), s) for i, s in zip(ids, sequences, strict=True)]
+
+    def close(self) -> None:
+        """Release everything."""
+        compat.shut_down(self.llm)
+        self._config.cleanup()

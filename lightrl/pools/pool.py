@@ -1,0 +1,297 @@
+"""The engines of a run: kept alive, given the current weights before they serve, and asked in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import zmq.asyncio
+from torch import Tensor
+
+from lightrl.engines.messages import EngineSpec, Output, Request
+from lightrl.engines.staging import Shipment
+from lightrl.pools.client import EngineClient, EngineLostError
+from lightrl.pools.launchers import Launcher
+from lightrl.rng import derive_seed
+
+_POLL_SECONDS = 0.25
+_END_SECONDS = 3.0
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class EngineDiedError(RuntimeError):
+    """An engine was lost more often than it may be restarted."""
+
+
+class _Engine:
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.client: EngineClient | None = None
+        self.version = -1
+        self.serving = False
+        self.losses = 0
+        self.shipping = asyncio.Lock()
+
+
+class EnginePool:
+    """Minds engine processes on an event loop of its own; every public method is called from another thread.
+
+    Args:
+        launcher: starts them.
+        spec: what each is.
+        seed: of what engines sample without a seed of its own.
+        max_restarts: how often each engine may be lost before the run ends; 0: never.
+        start_timeout: seconds that an engine may take to stand.
+        push_timeout: seconds that an engine may take to load weights.
+    """
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        spec: EngineSpec,
+        *,
+        seed: int = 0,
+        max_restarts: int = 3,
+        start_timeout: float = 600.0,
+        push_timeout: float = 300.0,
+    ) -> None:
+        self.launcher, self.spec, self.seed = launcher, spec, seed
+        self.max_restarts, self.start_timeout, self.push_timeout = max_restarts, start_timeout, push_timeout
+        self.pauses: list[float] = []
+        """Seconds that each engine stood still for the last push."""
+        self.listeners: list[Callable[[], None]] = []
+        """Called on the loop whenever an engine begins or ceases to serve, or has new weights."""
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="lightrl-pool", daemon=True)
+        self._engines: list[_Engine] = []
+        self._supervisors: list[asyncio.Task[None]] = []
+        self._latest: Shipment | None = None
+        self._failure: asyncio.Future[Any] | None = None
+        self._changed: asyncio.Condition | None = None
+
+    # -- from the trainer's thread ------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start all engines; return when they stand.
+
+        Raises:
+            EngineDiedError: one does not.
+        """
+        self._thread.start()
+        self.call(self._start(), timeout=self.start_timeout * (1 + self.max_restarts) + 10, what="the engines' start")
+
+    def call(self, work: Coroutine[Any, Any, T], *, timeout: float, what: str) -> T:
+        """Run a coroutine on the pool's loop and wait for it.
+
+        Args:
+            work: what to run.
+            timeout: seconds.
+            what: named in the error.
+
+        Raises:
+            TimeoutError: it took longer.
+            EngineDiedError: an engine ended for good in the meantime.
+        """
+        future = asyncio.run_coroutine_threadsafe(self._guarded(work, timeout, what), self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()  # on Ctrl-C
+            raise
+
+    def run(self, work: Coroutine[Any, Any, T], seconds: float = _END_SECONDS) -> T:
+        """Run a coroutine on the pool's loop, also after an engine ended for good: for cleaning up."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
+
+    def push(self, shipment: Shipment) -> None:
+        """Give weights to every engine, one after the other; return when all that serve hold them."""
+        self.call(self.ship(shipment), timeout=self.push_timeout * self.launcher.num_engines, what="a push of weights")
+
+    def close(self) -> None:
+        """End engines, loop and thread; may be called twice."""
+        if self._thread.is_alive():
+            try:
+                self.run(self._stop())
+            finally:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join(_END_SECONDS)
+        self.launcher.close(_END_SECONDS)
+        if not self._loop.is_running() and not self._loop.is_closed():
+            self._loop.close()
+
+    # -- on the loop --------------------------------------------------------------------------------------------------
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """Where everything happens."""
+        return self._loop
+
+    @property
+    def version(self) -> int:
+        """The oldest weights that any serving engine holds; those last pushed where none serves."""
+        versions = [e.version for e in self._engines if e.serving]
+        return min(versions) if versions else self._latest.push.version if self._latest else -1
+
+    async def generate(self, requests: list[Request]) -> list[Output]:
+        """Sample the members of a group on one engine, which shares their prefix; again elsewhere if it is lost."""
+        found: dict[str, Output] = {}
+        while missing := [r for r in requests if r.id not in found]:
+            client = await self._least_loaded()
+            futures = client.generate(missing)
+            try:
+                results = await asyncio.gather(*futures, return_exceptions=True)
+            except asyncio.CancelledError:
+                client.abort([r.id for r in missing])
+                raise
+            for request, result in zip(missing, results, strict=True):
+                if isinstance(result, Output):
+                    found[request.id] = result
+                elif not isinstance(result, EngineLostError):
+                    raise result
+        return [found[r.id] for r in requests]
+
+    async def score(self, sequences: list[list[int]]) -> list[list[Tensor]]:
+        """Return what every serving engine makes of the sequences (see :meth:`EngineClient.score`)."""
+        return [await e.client.score(sequences) for e in self._engines if e.serving and e.client is not None]
+
+    async def ship(self, shipment: Shipment) -> None:
+        """Give weights to every engine that stands, one after the other, so that the others generate meanwhile."""
+        self._latest = shipment
+        self.pauses = []
+        for engine in self._engines:
+            if engine.serving and engine.version < shipment.push.version:
+                await self._update(engine)
+        await self.until(lambda: any(e.serving and e.version >= shipment.push.version for e in self._engines))
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait until ``condition`` holds; it is looked at whenever an engine's state changes."""
+        assert self._changed is not None
+        async with self._changed:
+            await self._changed.wait_for(condition)
+
+    async def _guarded(self, work: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
+        if self._failure is None:
+            self._failure, self._changed = self._loop.create_future(), asyncio.Condition()
+            self._failure.add_done_callback(lambda f: f.exception())  # seen, whoever asks
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait({task, self._failure}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            if self._failure.done():
+                self._failure.result()
+            raise TimeoutError(f"{what} did not end within {timeout:.0f} s")
+        finally:
+            task.cancel()
+
+    def fail(self, error: BaseException) -> None:
+        """End the run: whoever waits for the pool, now or later, gets ``error``."""
+        if self._failure is not None and not self._failure.done():
+            self._failure.set_exception(error)
+
+    async def _start(self) -> None:
+        self._context = zmq.asyncio.Context()
+        self._engines = [_Engine(i) for i in range(self.launcher.num_engines)]
+        self._supervisors = [asyncio.create_task(self._supervise(e)) for e in self._engines]
+        await self.until(lambda: all(e.serving for e in self._engines))
+
+    async def _supervise(self, engine: _Engine) -> None:
+        try:
+            while True:
+                reason = await self._serve(engine)
+                await self._set(engine, serving=False)
+                if engine.client is not None:
+                    engine.client.close()
+                words = self.launcher.last_words(engine.index)
+                engine.losses += 1
+                if engine.losses > self.max_restarts:
+                    often = f"{engine.losses} times, more than max_restarts={self.max_restarts}"
+                    told = f"\nThe last it printed:\n{words}" if words else ""
+                    self.fail(EngineDiedError(f"engine {engine.index} was lost ({often}): {reason}{told}"))
+                    return
+                log.warning("engine %d was lost (%s); starting it again", engine.index, reason)
+        except Exception as error:
+            self.fail(error)
+
+    async def _serve(self, engine: _Engine) -> str:
+        """Start an engine, hand it the weights and let it serve; return why it ended."""
+        address = await self.launcher.start(engine.index)
+        client = engine.client = EngineClient(self._context, address, self.launcher.token)
+        engine.version = -1
+        starting = asyncio.create_task(self._bring_up(engine, client))
+        deadline = self._loop.time() + self.start_timeout
+        try:
+            while not client.lost.done():
+                if starting.done() and starting.exception() is not None:
+                    error = starting.exception()
+                    if not isinstance(error, EngineLostError):
+                        raise error  # type: ignore[misc]
+                    return str(error)
+                if not starting.done() and self._loop.time() > deadline:
+                    return f"it did not stand within start_timeout={self.start_timeout:.0f} s"
+                if ended := self.launcher.ended(engine.index):
+                    return ended
+                await asyncio.wait({client.lost}, timeout=_POLL_SECONDS)
+            await asyncio.sleep(0)
+            return client.lost.result()
+        finally:
+            starting.cancel()
+
+    async def _bring_up(self, engine: _Engine, client: EngineClient) -> None:
+        await client.configure(self.spec, derive_seed(self.seed, engine.index, engine.losses))
+        while self._latest is not None and engine.version < self._latest.push.version:
+            await self._update(engine)
+            if client.lost.done():
+                return
+        await self._set(engine, serving=True)
+
+    async def _update(self, engine: _Engine) -> None:
+        """Ship the latest weights to one engine; if it is lost meanwhile, its supervisor sees to it."""
+        async with engine.shipping:
+            shipment = self._latest
+            assert shipment is not None
+            assert engine.client is not None
+            if engine.version >= shipment.push.version:
+                return
+            try:
+                loaded = await asyncio.wait_for(engine.client.ship(shipment), self.push_timeout)
+            except EngineLostError:
+                return
+            self.pauses.append(loaded.seconds)
+            engine.version = loaded.version
+        await self._set(engine)
+
+    async def _set(self, engine: _Engine, serving: bool | None = None) -> None:
+        engine.serving = engine.serving if serving is None else serving
+        assert self._changed is not None
+        async with self._changed:
+            self._changed.notify_all()
+        for listener in self.listeners:
+            listener()
+
+    async def _least_loaded(self) -> EngineClient:
+        await self.until(lambda: any(e.serving and e.version >= 0 for e in self._engines))
+        ready = [e for e in self._engines if e.serving and e.version >= 0]
+        client = min(ready, key=lambda e: e.client.pending if e.client else 0).client
+        assert client is not None
+        return client
+
+    async def _stop(self) -> None:
+        for task in self._supervisors:
+            task.cancel()
+        for engine in self._engines:
+            if engine.client is not None:
+                if self.launcher.owns:
+                    engine.client.stop()
+                engine.client.close(linger_ms=500)
+        own = asyncio.current_task()
+        others = [t for t in asyncio.all_tasks() if t is not own]
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        self._context.term()

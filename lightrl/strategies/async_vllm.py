@@ -1,0 +1,293 @@
+"""Generation and training on devices of their own, at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning.pytorch.utilities import rank_zero_warn
+from typing_extensions import override
+
+from lightrl.distributed import all_objects, from_rank_zero, rank
+from lightrl.engines.base import WeightSyncError
+from lightrl.engines.messages import EngineSpec
+from lightrl.engines.staging import Shipment
+from lightrl.pools.launchers import FixedLauncher, Launcher, LocalLauncher
+from lightrl.pools.pool import EnginePool
+from lightrl.producer import RolloutProducer, Work, completion, request, restore
+from lightrl.queue import RolloutQueue
+from lightrl.rng import derive_seed
+from lightrl.strategies.base import RolloutStrategy
+from lightrl.strategies.colocated import tokens_needed
+from lightrl.weights.canary import Canary
+from lightrl.weights.source import iter_weights
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+    from lightrl.types import Completion, RolloutGroup, Sampling
+
+
+class AsyncVLLMStrategy(RolloutStrategy):
+    """Engines in processes of their own generate ahead of training, at most ``max_staleness`` steps: ``"async_vllm"``.
+
+    Staleness is counted in optimizer steps, from the oldest weights that sampled any token of a rollout to its first
+    use. Weights are pushed while requests run: later tokens come from the new ones, and each token has the version and
+    the logprob of the weights that sampled it. Give the module a ``correction`` (:mod:`lightrl.corrections`) where
+    ``max_staleness`` is above 0.
+
+    Args:
+        max_staleness: 0 waits for each push before it samples, as the colocated strategies do.
+        pool: who starts the engines: ``"local"`` (child processes), ``"ray"`` (actors on a Ray cluster), or the
+            addresses of engines that run already (``python -m lightrl.engines.server``).
+        num_engines: engines of ``"local"`` and ``"ray"``.
+        rollout_devices: GPUs of the engines of ``"local"``; None: those that the trainer does not use.
+        tensor_parallel_size: GPUs of each engine.
+        max_model_len: longest prompt + completion in tokens; None: what the datamodule needs.
+        engine_args: further arguments of ``vllm.LLM``.
+        recompute_kv: after a push, compute the attention states of running requests again under the new weights;
+            False goes on with the old ones, which is faster and a little further from the policy.
+        max_in_flight: prompts that may be in work at once; None: as many as ``max_staleness`` allows.
+        oversample: begin this many times the prompts of a step and take the first to end. What is left is sampled again
+            for a later step. Biased: prompts with short completions are trained on more often and earlier.
+        max_restarts: how often each engine may be lost and started again; 0 ends the run at the first loss.
+        start_timeout: seconds that an engine may take to stand.
+        push_timeout: seconds that an engine may take to load weights.
+        rollout_timeout: seconds that training waits for a batch.
+        sync_every: see :class:`RolloutStrategy`.
+        kwargs: see :class:`RolloutStrategy`.
+
+    Raises:
+        ValueError: an argument is out of range, or ``sync_every`` leaves weights older than ``max_staleness`` allows.
+    """
+
+    overlaps = True
+
+    def __init__(
+        self,
+        max_staleness: int = 1,
+        pool: Literal["local", "ray"] | list[str] = "local",
+        num_engines: int = 1,
+        rollout_devices: list[int] | None = None,
+        tensor_parallel_size: int = 1,
+        max_model_len: int | None = None,
+        engine_args: dict[str, Any] | None = None,
+        recompute_kv: bool = True,
+        max_in_flight: int | None = None,
+        oversample: float = 1.0,
+        max_restarts: int = 3,
+        start_timeout: float = 600.0,
+        push_timeout: float = 300.0,
+        rollout_timeout: float = 1800.0,
+        sync_every: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(sync_every=sync_every, **kwargs)
+        if max_staleness < 0:
+            raise ValueError(f"max_staleness={max_staleness} must be 0 or more: it counts optimizer steps")
+        if sync_every > max_staleness + 1:
+            raise ValueError(
+                f"sync_every={sync_every} leaves weights {sync_every - 1} steps old, more than "
+                f"max_staleness={max_staleness}: lower the one or raise the other"
+            )
+        for name, value in {"num_engines": num_engines, "tensor_parallel_size": tensor_parallel_size}.items():
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if isinstance(pool, str) and pool not in ("local", "ray"):
+            raise ValueError(f"pool={pool!r} is neither 'local', 'ray' nor a list of addresses")
+        RolloutQueue(1, max_staleness, oversample=oversample)
+        self.max_staleness, self.pool_kind, self.num_engines = max_staleness, pool, num_engines
+        self.rollout_devices, self.engine_tp_size = rollout_devices, tensor_parallel_size
+        self.max_model_len, self.engine_args, self.recompute_kv = max_model_len, engine_args or {}, recompute_kv
+        self.max_in_flight, self.oversample, self.max_restarts = max_in_flight, oversample, max_restarts
+        self.start_timeout, self.push_timeout, self.rollout_timeout = start_timeout, push_timeout, rollout_timeout
+        self._pool: EnginePool | None = None
+        self._producer: RolloutProducer | None = None
+        self._canary: Canary | None = None
+        self._serial = itertools.count()
+
+    # -- set-up -------------------------------------------------------------------------------------------------------
+
+    @override
+    def setup(self, trainer: pl.Trainer) -> None:
+        super().setup(trainer)
+        module: Any = self.lightning_module
+        if self.max_staleness and getattr(module, "correction", None) is None and trainer.training:
+            rank_zero_warn(
+                f"max_staleness={self.max_staleness} trains on rollouts of older weights and the module has no "
+                "correction for that: RLModule(..., correction=TruncatedToken()) weighs them (lightrl.corrections)"
+            )
+        max_model_len = self.max_model_len or tokens_needed(trainer)
+        self._canary = Canary(module.policy.config.get_text_config().vocab_size)
+        from_rank_zero(lambda: self._start(module, max_model_len))
+
+    def _start(self, module: Any, max_model_len: int | None) -> None:
+        from lightrl.engines.vllm import name_architecture
+
+        name_architecture(module.policy)
+        spec = EngineSpec(
+            config=module.policy.config.to_dict(),
+            dtype=str(self._engine_dtype).removeprefix("torch."),
+            max_model_len=max_model_len,
+            tensor_parallel_size=self.engine_tp_size,
+            engine_args=self.engine_args,
+            code_path=str(module.policy.config.name_or_path) if module.trust_remote_code else None,
+        )
+        self._pool = EnginePool(
+            self._pool_launcher(),
+            spec,
+            seed=torch.initial_seed() % 2**31,
+            max_restarts=self.max_restarts,
+            start_timeout=self.start_timeout,
+            push_timeout=self.push_timeout,
+        )
+        self._pool.start()
+
+    def _pool_launcher(self) -> Launcher:
+        if self.pool_kind == "ray":
+            from lightrl.pools.ray import RayLauncher
+
+            on_gpu = self.root_device.type == "cuda"
+            launcher: Launcher = RayLauncher(self.num_engines, num_gpus=self.engine_tp_size if on_gpu else 0)
+            return launcher
+        if self.pool_kind == "local":
+            return LocalLauncher(self.num_engines, self._devices())
+        return FixedLauncher(list(self.pool_kind))
+
+    def _devices(self) -> list[list[int]] | None:
+        """For each local engine, the GPUs that it sees, as the machine numbers them."""
+        if self.root_device.type != "cuda":
+            return None
+        used = {d.index for d in self.parallel_devices or [] if d.index is not None}
+        free = [i for i in range(torch.cuda.device_count()) if i not in used]
+        devices = free if self.rollout_devices is None else self.rollout_devices
+        size, needed = self.engine_tp_size, self.num_engines * self.engine_tp_size
+        if len(devices) < needed:
+            raise ValueError(
+                f"{self.num_engines} engines of tensor_parallel_size={size} need {needed} GPUs; left beside the "
+                f"trainer are {devices}. Give the trainer fewer (Trainer(devices=...)), or say rollout_devices=[...]"
+            )
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = [int(n) for n in visible.split(",")] if visible else list(range(torch.cuda.device_count()))
+        return [[names[d] for d in devices[i * size : (i + 1) * size]] for i in range(self.num_engines)]
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    @override
+    @torch.no_grad()
+    def sync_weights(self) -> None:
+        if not self._is_stale():
+            return
+        assert self._trainer is not None
+        assert self._canary is not None
+        started, version, module = time.perf_counter(), self._trainer.global_step, self.lightning_module
+        first = self._pushed_version is None
+        expected = self._canary.trainer_logprobs(module) if first else []
+        weights = iter_weights(module.policy, self._engine_dtype)  # type: ignore[union-attr, arg-type]
+        if rank() == 0:
+            shipment = Shipment(weights, version, self.recompute_kv)
+        else:
+            for _ in weights:  # gathering them takes all ranks
+                pass
+        from_rank_zero(lambda: self._ship(shipment, expected))
+        seconds = time.perf_counter() - started
+        self.seconds["time/weight_sync"] = seconds
+        self._weights_synced(seconds)
+
+    def _ship(self, shipment: Shipment, expected: list[torch.Tensor]) -> None:
+        pool = self._require_pool()
+        pool.push(shipment)
+        if not expected:
+            return
+        assert self._canary is not None
+        sequences = self._canary.sequences
+        for scores in pool.call(pool.score(sequences), timeout=self.push_timeout, what="a check of the weights"):
+            self._canary.compare(scores, expected, self._engine_dtype)
+
+    def _require_pool(self) -> EnginePool:
+        if self._pool is None:
+            raise WeightSyncError("there are no engines: setup has not run, or the run has ended")
+        return self._pool
+
+    # -- rollouts -----------------------------------------------------------------------------------------------------
+
+    @override
+    def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Completion]]:
+        self.sync_weights()
+        everyone = all_objects((prompts, sampling.prompt_seeds))
+        started = time.perf_counter()
+        found: list[list[list[Completion]]] = from_rank_zero(lambda: self._generate(everyone, sampling))
+        self.seconds["time/generate"] = time.perf_counter() - started
+        return found[rank()]
+
+    def _generate(
+        self, everyone: list[tuple[list[list[int]], tuple[int, ...]]], sampling: Sampling
+    ) -> list[list[list[Completion]]]:
+        pool = self._require_pool()
+
+        async def group(ids: list[int], seed: int | None) -> list[Completion]:
+            n = sampling.num_completions
+            seeds = [None if seed is None else derive_seed(seed, i) for i in range(n)]
+            requests = [request(f"now.{next(self._serial)}", ids, sampling, s) for s in seeds]
+            return [completion(o) for o in await pool.generate(requests)]
+
+        async def of_rank(prompts: list[list[int]], seeds: tuple[int, ...]) -> list[list[Completion]]:
+            own = seeds or [None] * len(prompts)
+            return list(await asyncio.gather(*(group(p, s) for p, s in zip(prompts, own, strict=True))))
+
+        async def all_groups() -> list[list[list[Completion]]]:
+            return list(await asyncio.gather(*(of_rank(*theirs) for theirs in everyone)))
+
+        return pool.call(all_groups(), timeout=self.rollout_timeout, what="generation")
+
+    def produce(
+        self, work: Work, prompts_per_step: int, steps_per_rollout: int, state: dict[str, Any] | None
+    ) -> RolloutProducer:
+        """Begin to sample ahead, on rank 0.
+
+        Args:
+            work: what to sample, and how to score it.
+            prompts_per_step: groups in a batch.
+            steps_per_rollout: optimizer steps that each batch is used for.
+            state: of a producer, to go on from.
+        """
+        assert self._trainer is not None
+        queue: RolloutQueue[RolloutGroup] = RolloutQueue(
+            prompts_per_step,
+            self.max_staleness,
+            steps_per_rollout,
+            first_step=self._trainer.global_step,
+            max_in_flight=self.max_in_flight,
+            oversample=self.oversample,
+        )
+        self._producer = RolloutProducer(self._require_pool(), queue, work, self.rollout_timeout)
+        if state:
+            restore(queue, self._producer.rows, state)
+        self._producer.start()
+        return self._producer
+
+    # -- the end ------------------------------------------------------------------------------------------------------
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._close()
+        super().on_exception(exception)
+
+    @override
+    def teardown(self) -> None:
+        self._close()
+        super().teardown()
+
+    def _close(self) -> None:
+        producer, self._producer = self._producer, None
+        pool, self._pool = self._pool, None
+        try:
+            if producer is not None:
+                producer.stop()
+        finally:
+            if pool is not None:
+                pool.close()
