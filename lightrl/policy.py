@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from lightrl.packing import MicroBatch
 
 
-_DROPOUT_RATES = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout", "layerdrop")
-
-
 def load_policy(model: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load a causal language model in float32 on the CPU, without dropout: a ratio of 1 must be possible.
 
@@ -88,8 +85,8 @@ def without_dropout(policy: PreTrainedModel) -> PreTrainedModel:
     for module in policy.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in _DROPOUT_RATES:
-            if isinstance(getattr(module, name, None), float):
+        for name, value in vars(module).items():  # models call theirs attn_dropout, residual_dropout, layerdrop, ..
+            if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
     return policy
 

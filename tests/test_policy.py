@@ -49,6 +49,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
     "Phi3": ("Phi3", SMALL | {"attention_dropout": 0.5, "resid_pdrop": 0.5}, True, True),
     "Granite, scaled logits": ("Granite", SMALL | {"logits_scaling": 3.0, "attention_multiplier": 0.2}, True, False),
     "OPT, with dropout": ("OPT", SMALL | OPT, True, True),
+    "Seed-OSS, with dropout": ("SeedOss", SMALL | {"attention_dropout": 0.5, "residual_dropout": 0.5}, True, True),
 }
 
 
