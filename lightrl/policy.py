@@ -113,8 +113,8 @@ class PolicyForward:
     """Runs a model on a micro-batch and returns the logprob of each completion token.
 
     The head works on the completion's positions only and never holds full-vocabulary float32 logits. Models that change
-    logits after the head (soft-capping, scaling) are noticed at their first forward and take the plain path, as do those
-    whose head is more than one matrix (an adapter on it).
+    logits after the head (soft-capping, scaling) are noticed at their first forward and take the plain path; so do
+    those whose head is more than one matrix (an adapter on it).
 
     Args:
         packed: lay sequences end to end (None: where the model's attention allows it) or pad them.
