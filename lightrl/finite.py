@@ -22,9 +22,13 @@ class FiniteCheck:
         self._seen: list[tuple[MicroBatch, Tensor, Tensor]] = []
 
     def note(self, micro: MicroBatch, logprobs: Tensor, loss: Tensor, meter: Meter) -> None:
-        """Note whether a live one of ``logprobs`` [N] or of the advantages, or the scalar ``loss``, is NaN or inf."""
-        finite = logprobs.isfinite() & micro.advantages.isfinite()
-        good = (finite | ~micro.loss_mask).all() & loss.isfinite()
+        """Note whether the scalar ``loss`` or a live slot of what it may be made of, [N], is NaN or inf.
+
+        The loss alone would not tell: clamped ratios make a huge finite one of an infinite logprob.
+        """
+        good = loss.isfinite()
+        for values in _tensors(micro, logprobs).values():
+            good = good & (values.isfinite() | ~micro.loss_mask).all()
         meter.add_sum(_NOTED, (~good).double(), 1.0)
         self._seen.append((micro, logprobs, loss))
 
@@ -39,12 +43,15 @@ class FiniteCheck:
         )
 
 
+def _tensors(micro: MicroBatch, logprobs: Tensor) -> dict[str, Tensor]:
+    names = ("advantages", "old_logprobs", "ref_logprobs", "rollout_logprobs")
+    found = {"logprobs": logprobs} | {name: getattr(micro, name) for name in names}
+    return {name: values for name, values in found.items() if values is not None}
+
+
 def _find(micro: MicroBatch, logprobs: Tensor, loss: Tensor, rollouts: list[Rollout]) -> str | None:
-    tensors = {"logprobs": logprobs, "advantages": micro.advantages}
-    if not bool(loss.isfinite()):
-        tensors |= {name: getattr(micro, name) for name in ("old_logprobs", "ref_logprobs", "rollout_logprobs")}
-    for name, values in tensors.items():
-        bad = () if values is None else (~values.isfinite() & micro.loss_mask).nonzero().flatten().tolist()
+    for name, values in _tensors(micro, logprobs).items():
+        bad = (~values.isfinite() & micro.loss_mask).nonzero().flatten().tolist()
         if bad:
             sequence = int(micro.sequence_ids[bad[0]])
             token = bad[0] - int((micro.sequence_ids < sequence).sum())

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     from lightrl.packing import MicroBatch
 
 
-_DROPOUT_RATES = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout", "layerdrop")
-
-
 def load_policy(model: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """Load a causal language model in float32 on the CPU, without dropout: a ratio of 1 must be possible.
 
@@ -88,8 +85,8 @@ def without_dropout(policy: PreTrainedModel) -> PreTrainedModel:
     for module in policy.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-        for name in _DROPOUT_RATES:
-            if isinstance(getattr(module, name, None), float):
+        for name, value in vars(module).items():  # models call theirs attn_dropout, residual_dropout, layerdrop, ..
+            if "drop" in name and isinstance(value, float):
                 setattr(module, name, 0.0)
     return policy
 
@@ -116,7 +113,8 @@ class PolicyForward:
     """Runs a model on a micro-batch and returns the logprob of each completion token.
 
     The head works on the completion's positions only and never holds full-vocabulary float32 logits. Models that change
-    logits after the head (soft-capping, scaling) are noticed at their first forward and take the plain path.
+    logits after the head (soft-capping, scaling) are noticed at their first forward and take the plain path; so do
+    those whose head is more than one matrix (an adapter on it).
 
     Args:
         packed: lay sequences end to end (None: where the model's attention allows it) or pad them.
@@ -145,6 +143,8 @@ class PolicyForward:
 
     def _fused(self, model: PreTrainedModel, micro: MicroBatch, entropy_grad: bool) -> tuple[Tensor, Tensor] | None:
         head: Any = model.get_output_embeddings()
+        if not _is_one_product(head):
+            return None
         index = self._index(model, micro)
         found: list[Tensor] = []
 
@@ -203,6 +203,12 @@ class PolicyForward:
         if self.packed is None:
             self.packed = takes_packed_rows(model)
         return self.packed
+
+
+def _is_one_product(head: nn.Module) -> bool:
+    """Whether ``weight`` and ``bias`` say all that the head does; an adapter on it (LoRA's, say) adds to them."""
+    whole_copy_trained = hasattr(head, "modules_to_save")  # PEFT's wrapper shows the copy's weight as its own
+    return whole_copy_trained or type(head).forward is nn.Linear.forward
 
 
 def _rows(micro: MicroBatch) -> tuple[Tensor, Tensor]:

@@ -59,12 +59,16 @@ class RolloutStream:
             round_, part = divmod(self.step, count)
             seed = derive_seed(self.seed, "minibatch", self.batches, round_, rank())
             trained = shuffled_parts(trained, count, seed)[part]
+        first = self.step == 0
         # Before the step is handed out: a checkpoint after it must go on with the next one.
         self.step += 1
         if self.step == self.steps_per_rollout:
             self.current, self.step = None, 0
             self.batches += 1
-        return self._step_batch(trained, batch, measured)
+        step = self._step_batch(trained, batch, measured)
+        if first:  # old is current: scored in other micro-batches it would differ by rounding, in bfloat16 visibly
+            step.micro = [replace(m, old_logprobs=None) for m in step.micro]
+        return step
 
     def _collect(self) -> tuple[RolloutBatch, dict[str, tuple[float, float]]]:
         module, before = self.module, self.batches

@@ -105,3 +105,21 @@ def test_the_entropy_bonus_is_the_gradient_of_the_mean_entropy(strategy: str, cu
     )
     assert seen.logged[0]["train/loss"] == pytest.approx(value, rel=1e-5)
     assert seen.logged[0]["train/entropy"] == pytest.approx(float(entropies.detach()) / total, rel=1e-5)
+
+
+class Ratios(RLModule):
+    gaps: dict[int, list[float]]
+
+    def policy_terms(self, batch: MicroBatch, logprobs: Tensor, old: Tensor) -> Terms:
+        self.gaps.setdefault(self.global_step, []).append(float((logprobs.detach() - old).abs().max()))
+        return super().policy_terms(batch, logprobs, old)
+
+
+@pytest.mark.parametrize("reuse", [{"minibatches_per_rollout": 2}, {"epochs_per_rollout": 2}])
+def test_b13_the_first_of_several_updates_has_ratios_of_exactly_one_in_bfloat16(reuse: dict[str, int]) -> None:
+    """Its micro-batches are others than those that the rollouts were scored in, and bfloat16 rounds differently."""
+    module = Ratios(tiny_model().to(torch.bfloat16), lr=1e-2)
+    module.gaps = {}
+    data = tiny_data(group_size=8, max_completion_tokens=20, max_tokens_per_micro_batch=64, **reuse)
+    quiet_trainer(max_steps=4, precision="bf16-true").fit(module, data)
+    assert {step: max(gaps) > 0 for step, gaps in module.gaps.items()} == {0: False, 1: True, 2: False, 3: True}

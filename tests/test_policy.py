@@ -49,6 +49,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
     "Phi3": ("Phi3", SMALL | {"attention_dropout": 0.5, "resid_pdrop": 0.5}, True, True),
     "Granite, scaled logits": ("Granite", SMALL | {"logits_scaling": 3.0, "attention_multiplier": 0.2}, True, False),
     "OPT, with dropout": ("OPT", SMALL | OPT, True, True),
+    "Seed-OSS, with dropout": ("SeedOss", SMALL | {"attention_dropout": 0.5, "residual_dropout": 0.5}, True, True),
 }
 
 
@@ -236,6 +237,28 @@ def test_decoder_layers_of_a_model_that_names_none() -> None:
     assert decoder_layers(model) == list(model.blocks)
     with pytest.raises(ValueError, match="Linear has no decoder layers"):
         decoder_layers(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize(("targets", "saved", "fused"), [(["lm_head"], None, False), (["q_proj"], ["lm_head"], True)])
+def test_an_adapter_on_the_head_counts_and_is_trained(targets: list[str], saved: list[str] | None, fused: bool) -> None:
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=4, target_modules=targets, modules_to_save=saved, init_lora_weights=False)
+    torch.manual_seed(0)
+    model = peft.get_peft_model(tiny_model(tied=False), lora)
+    with torch.no_grad():  # away from the weight that they start as a copy of
+        for p in model.parameters():
+            p += 0.1 * p.requires_grad
+    rollouts = random_rollouts(4, seed=3)
+    right = one_at_a_time(model, rollouts, 0.8)
+    grads = gradients(model, right)
+    forward = PolicyForward()
+    logprobs = forward(model, pack(rollouts, temperature=0.8))[0]
+    assert forward._head_is_last == fused
+    assert (logprobs - right).abs().max() < 1e-5
+    found = gradients(model, logprobs)
+    assert found.keys() == grads.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+    for n, grad in found.items():
+        assert (grad - grads[n]).abs().max() < 1e-5 * max(1.0, float(grads[n].abs().max())), n
 
 
 def test_load_policy_gives_float32_without_dropout(tmp_path: Any) -> None:
