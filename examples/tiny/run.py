@@ -77,7 +77,8 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.tiny.run", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/tiny"), help="folder for model, data and runs")
     parser.add_argument("--max-steps", type=int, default=MAX_STEPS, help="optimizer steps")
-    parser.add_argument("--strategy", default="colocated_vllm", choices=["colocated_vllm", "colocated_hf", "async_vllm"])
+    strategies = ["colocated_vllm", "colocated_hf", "async_vllm"]
+    parser.add_argument("--strategy", default="colocated_vllm", choices=strategies)
     parser.add_argument("--seed", type=int, default=0, help="of the order of prompts and of sampling")
     parser.add_argument("--devices", type=int, default=1, help="processes to train on")
     return parser.parse_args()
