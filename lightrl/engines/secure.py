@@ -59,7 +59,7 @@ def check_address(address: str) -> str:
     """
     parts = urlsplit(address)
     try:
-        fine = parts.scheme == "ipc" or (parts.scheme == "tcp" and parts.hostname and parts.port)
+        fine = parts.scheme == "ipc" or (parts.scheme == "tcp" and parts.hostname and parts.port is not None)
     except ValueError:
         fine = False
     if not fine:

@@ -15,11 +15,12 @@ from lightrl.engines import messages, secure
 from lightrl.engines.messages import EngineSpec, Finished, Loaded, Output, Ready, Request, Scored
 from lightrl.engines.staging import Shipment
 
-_ENDS = {
-    zmq.EVENT_DISCONNECTED: "the connection ended",
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH: "the engine refused us: its token is another one",
-    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL: "what listens there is no engine with our token",
-}
+_ENDS = (
+    zmq.EVENT_DISCONNECTED,
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH,
+    zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL,
+    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL,
+)
 
 T = TypeVar("T")
 
@@ -134,11 +135,14 @@ class EngineClient:
                     answer.set_result(message)
 
     async def _watch(self) -> None:
+        reason = f"{self.address} refused us: its token is another one, or no engine listens there"
         while True:
             event = await recv_monitor_message(self._monitor)
-            if event["event"] in _ENDS:
+            if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                reason = "the connection ended"
+            elif event["event"] in _ENDS:
                 await asyncio.sleep(0.05)  # its last message, which says more, may be in the queue
-                self._lose(_ENDS[event["event"]])
+                self._lose(reason)
 
     def _lose(self, reason: str) -> None:
         if self.lost.done():
