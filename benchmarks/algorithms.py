@@ -19,7 +19,7 @@ NAMES = ("GRPO", "DrGRPO", "DAPO", "RLOO", "REINFORCEPlusPlus", "GSPO", "CISPO",
 STEPS, BAR, EVERY = 60, 0.8, 10
 
 
-def train(name: str, steps: int, strategy: str, out: Path) -> dict[str, Any]:
+def train(name: str, steps: int, strategy: Any, out: Path, **module_args: Any) -> dict[str, Any]:
     """Train one algorithm as examples/tiny does, and return its figures and curves."""
     from lightning.pytorch import seed_everything
     from lightning.pytorch.loggers import TensorBoardLogger
@@ -30,7 +30,7 @@ def train(name: str, steps: int, strategy: str, out: Path) -> dict[str, Any]:
 
     seed_everything(0, verbose=False)
     task, logger = write_task(out), TensorBoardLogger(out, name="")
-    module = getattr(algorithms, name)(task.model_dir, lr=1e-3)
+    module = getattr(algorithms, name)(task.model_dir, lr=1e-3, **module_args)
     data = RolloutDataModule(
         str(task.train),
         reward=reward,
@@ -59,14 +59,15 @@ def train(name: str, steps: int, strategy: str, out: Path) -> dict[str, Any]:
     trainer.fit(module, data)
     seconds = time.perf_counter() - started
     after = trainer.validate(module, data, verbose=False)[0]["val/pass@1"]
-    curve = read_scalars(logger.log_dir).get(HELD_OUT, ([], []))
+    scalars = read_scalars(logger.log_dir)
     return {
         "algorithm": name,
         "steps": trainer.global_step,
         "seconds": seconds,
         "before": before,
         "pass@1": after,
-        "curve": curve,
+        "curve": scalars.get(HELD_OUT, ([], [])),
+        "oldest": max(scalars["rollout/staleness_max"][1]),
     }
 
 

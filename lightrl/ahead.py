@@ -36,7 +36,9 @@ class RolloutsAhead:
         sampled = [*groups, *refused]
         oldest = [int(r.policy_versions.min()) for g in groups for r in g.rollouts if len(r.policy_versions)]
         version = min(all_objects(min(oldest, default=strategy.policy_version)))
-        seconds = strategy.seconds | {"time/wait": produced.waited}
+        seconds = {"time/wait": produced.waited}
+        if "time/weight_sync" in strategy.seconds:
+            seconds["time/weight_sync"] = strategy.seconds["time/weight_sync"]
         batch = RolloutBatch(groups, version, data.temperature, seconds, data.max_completion_tokens)
         return batch, RolloutBatch(sampled, version, data.temperature, seconds, data.max_completion_tokens)
 
