@@ -92,8 +92,7 @@ class RolloutProducer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return every prompt that is begun and not trained on, with what came of it: plain builtins and tensors."""
-        state: dict[str, Any] = self._call(self._state(), "the queue's state")
-        return state
+        return self.pool.run(self._state(), self.timeout)  # also after an engine ended for good
 
     def stop(self) -> None:
         """End all work; what is unfinished is lost."""
