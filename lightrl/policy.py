@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
 _DROPOUT_RATES = ("dropout", "attention_dropout", "activation_dropout", "hidden_dropout", "layerdrop")
 
 
-def load_policy(model: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_policy(model: str | Path, *, trust_remote_code: bool = False, **loading: Any) -> PreTrainedModel:
     """Load a causal language model in float32 on the CPU, without dropout: a ratio of 1 must be possible.
 
     Args:
         model: folder or hub name.
         trust_remote_code: run code that comes with the model.
+        loading: further arguments of ``from_pretrained``.
 
     Raises:
         ValueError: there is no such model.
@@ -37,7 +39,7 @@ def load_policy(model: str | Path, *, trust_remote_code: bool = False) -> PreTra
 
     with _model_errors(model), _quiet_loading():
         policy: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, trust_remote_code=trust_remote_code
+            model, dtype=torch.float32, trust_remote_code=trust_remote_code, **loading
         )
     without_dropout(policy).train()
     return policy
@@ -94,6 +96,28 @@ def without_dropout(policy: PreTrainedModel) -> PreTrainedModel:
     return policy
 
 
+def train_only(policy: PreTrainedModel, patterns: list[str]) -> None:
+    """Freeze the parameters of ``policy`` in whose names none of ``patterns`` (regular expressions) is found.
+
+    Raises:
+        ValueError: a pattern is found in no name.
+    """
+    names = [name for name, _ in policy.named_parameters()]
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            raise ValueError(
+                f"trainable={pattern!r} is found in no parameter's name: they are {', '.join(names[:8])}, ..."
+            )
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_(any(re.search(pattern, name) for pattern in patterns))
+
+
+def compile_layers(policy: nn.Module) -> None:
+    """Compile the forward of each decoder layer for rows of any length; what shards and recomputes stays outside."""
+    for layer in decoder_layers(policy):
+        layer.forward = torch.compile(layer.forward, dynamic=True)
+
+
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the decoder layers of ``model``: the blocks that transformers says must not be split.
 
@@ -134,18 +158,19 @@ class PolicyForward:
 
         The entropy has gradient only where ``entropy_grad`` asks for it.
         """
-        if self._head_is_last:
+        # An adapter on the head has weights of its own, which a product with the head's weight alone would leave out.
+        if self._head_is_last and not hasattr(model.get_output_embeddings(), "base_layer"):
             result = self._fused(model, micro, entropy_grad)
             if result is not None:
                 return result
             self._head_is_last = False
-        logits = _at(self._run(model, micro).logits, self._index(model, micro))
+        logits = _at(self._run(model, micro).logits, self.index(model, micro))
         logprobs = token_logprobs(logits, micro.targets, micro.temperature)
         return logprobs, entropy(logits if entropy_grad else logits.detach(), micro.temperature)
 
     def _fused(self, model: PreTrainedModel, micro: MicroBatch, entropy_grad: bool) -> tuple[Tensor, Tensor] | None:
         head: Any = model.get_output_embeddings()
-        index = self._index(model, micro)
+        index = self.index(model, micro)
         found: list[Tensor] = []
 
         def logprobs_instead(hidden: Tensor) -> Tensor:
@@ -188,7 +213,8 @@ class PolicyForward:
         mask[row, column] = 1
         return model(input_ids=ids, attention_mask=mask, use_cache=False)
 
-    def _index(self, model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor | int, Tensor]:
+    def index(self, model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor | int, Tensor]:
+        """Return row and column, in what the model puts out, of the position that predicts each completion token."""
         if self._is_packed(model):
             return 0, micro.logit_index
         row, column = _rows(micro)

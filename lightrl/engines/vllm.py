@@ -15,6 +15,7 @@ from lightrl.distributed import all_objects, rank, world_size
 from lightrl.engines import compat
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.fingerprint import Fingerprint
+from lightrl.lora import check_engine_merges
 from lightrl.rng import derive_seed, forked_rng
 from lightrl.types import Completion, Sampling
 
@@ -40,7 +41,8 @@ class VLLMEngine:
         engine_args: further arguments of ``vllm.LLM``, which win over the ones chosen here.
 
     Raises:
-        ValueError: vLLM is not installed, or the ranks do not divide into groups of ``tensor_parallel_size``.
+        ValueError: vLLM is not installed, the ranks do not divide into groups of ``tensor_parallel_size``, or
+            ``engine_args`` ask for what cannot take the merged weights of a policy with LoRA.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class VLLMEngine:
             raise ValueError(
                 f"{world_size()} ranks do not divide into groups of tensor_parallel_size={tensor_parallel_size}"
             )
+        check_engine_merges(policy, engine_args or {})
         vllm = compat.import_vllm()
         self.device, self.dtype = device, dtype
         self._tp_size = tensor_parallel_size
