@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from lightrl.lora import bind_lora, is_adapter, lora_arguments
 from lightrl.optim import OPTIMIZERS
 from lightrl.packing import MicroBatch
-from lightrl.policy import compile_layers, load_policy, load_tokenizer, train_only, without_dropout
+from lightrl.policy import (
+    compile_layers,
+    load_policy,
+    load_tokenizer,
+    recompute_activations,
+    train_only,
+    without_dropout,
+)
 from lightrl.quantized import QUANTIZATIONS, import_bitsandbytes, loading_arguments
 from lightrl.reference import AdapterReference, CopyReference
 from lightrl.step import StepModule
@@ -59,7 +66,7 @@ class ModelsModule(StepModule):
         self.trust_remote_code = trust_remote_code
         self._reference_version = 0
         self._check_models()
-        self.register_load_state_dict_post_hook(_forgive_missing_base)
+        self.register_load_state_dict_post_hook(_forgive_missing_base)  # type: ignore[no-untyped-call]
 
     def _check_models(self) -> None:
         choices = {
@@ -89,21 +96,30 @@ class ModelsModule(StepModule):
         """Load the policy, bind adapters, and make the reference where ``kl_coef`` wants one; the strategy shards."""
         if hasattr(self, "policy"):
             return
-        self.policy = self._load() if isinstance(self.model, str) else without_dropout(self.model)
+        self.policy = self.fresh_model() if isinstance(self.model, str) else without_dropout(self.model)
         if self.lora is not None:
             bind_lora(self.policy, self.lora)
+            if self.kl_coef > 0:
+                self._reference.append(AdapterReference(self.policy))
         elif self.kl_coef > 0:
-            frozen = self._load() if isinstance(self.model, str) else copy.deepcopy(self.policy)
-            self._reference.append(CopyReference(self.policy, frozen))
-        if self.lora is not None and self.kl_coef > 0:
-            self._reference.append(AdapterReference(self.policy))
+            self._reference.append(CopyReference(self.policy, self.fresh_model()))
         if self.trainable is not None:
             train_only(self.policy, self.trainable)
+        self.prepare(self.policy)
+
+    def fresh_model(self) -> PreTrainedModel:
+        """Return the initial model once more; of a model given as an object only while that is not yet prepared."""
+        if isinstance(self.model, str):
+            args = loading_arguments(self.quantize)
+            return load_policy(self.model, trust_remote_code=self.trust_remote_code, **args)
+        return without_dropout(copy.deepcopy(self.model))
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Have a model that is to be trained recompute activations and compile its layers, as the arguments say."""
         if self.gradient_checkpointing:
-            self.policy.train()  # transformers recomputes in training mode only
-            self.policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            recompute_activations(model)
         if self.torch_compile:
-            compile_layers(self.policy)
+            compile_layers(model)
 
     def companions(self) -> list[nn.Module]:
         """Return the modules that are trained beside the policy: the strategy shards each of them too."""
@@ -130,10 +146,6 @@ class ModelsModule(StepModule):
         """Return the reference's logprobs, float32 [N], of a micro-batch's completion tokens."""
         with self._reference[0].model() as model:
             return self.policy_forward(model, micro)[0]
-
-    def _load(self) -> PreTrainedModel:
-        assert isinstance(self.model, str)
-        return load_policy(self.model, trust_remote_code=self.trust_remote_code, **loading_arguments(self.quantize))
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

@@ -128,6 +128,9 @@ def on_local_tensors(kind: type[torch.optim.Optimizer]) -> Any:
     """Return a subclass of an optimizer that knows no DTensor: it steps on what a single rank has of each."""
 
     class OnLocalTensors(kind):  # type: ignore[misc, valid-type]
+        param_groups: list[dict[str, Any]]
+        state: Any
+
         def step(self, closure: Any = None) -> Any:
             loss = closure() if closure is not None else None
             groups, state = self.param_groups, self.state

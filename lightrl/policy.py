@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightrl.attention import packed_rows, takes_packed_rows
+from lightrl.attention import as_in_forward, packed_rows, takes_packed_rows
 from lightrl.balance import Packer
 from lightrl.logprobs import chunked_token_logprobs, entropy, token_logprobs
 
@@ -112,6 +112,13 @@ def train_only(policy: PreTrainedModel, patterns: list[str]) -> None:
         parameter.requires_grad_(any(re.search(pattern, name) for pattern in patterns))
 
 
+def recompute_activations(policy: PreTrainedModel) -> None:
+    """Have each decoder layer keep its input alone, and run once more in the backward pass."""
+    policy.train()  # transformers recomputes in training mode only
+    how = {"use_reentrant": False, "context_fn": as_in_forward(policy)}
+    policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+
+
 def compile_layers(policy: nn.Module) -> None:
     """Compile the forward of each decoder layer for rows of any length; what shards and recomputes stays outside."""
     for layer in decoder_layers(policy):
@@ -193,6 +200,10 @@ class PolicyForward:
         finally:
             del head.forward
         return (found[0], found[1]) if found and out.logits is found[0] else None
+
+    def hidden(self, trunk: PreTrainedModel, micro: MicroBatch) -> Tensor:
+        """Return the final hidden state, [N, D], of a model without head at what predicts each completion token."""
+        return _at(self._run(trunk, micro).last_hidden_state, self.index(trunk, micro))
 
     def _run(self, model: PreTrainedModel, micro: MicroBatch) -> Any:
         if self._is_packed(model):
