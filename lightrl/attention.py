@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -204,12 +204,18 @@ def packed_attention(
     return attend(q, k, v, layout, scale, sliding_window or 0)[None], None
 
 
+@cache
+def _outside_graphs() -> Callable[..., Any]:
+    """Return the attention, kept out of compiled graphs: with a layout in it no graph would be used twice."""
+    return cast(Callable[..., Any], torch.compiler.disable(packed_attention))
+
+
 @contextmanager
 def packed_rows(model: PreTrainedModel) -> Iterator[None]:
     """Inside the block ``model`` takes packed rows: its forward wants ``layout=`` and ``position_ids=``."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, packed_attention)
+    AttentionInterface.register(NAME, _outside_graphs())
     before = model.config._attn_implementation
     model.config._attn_implementation = NAME
     try:
