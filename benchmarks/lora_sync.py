@@ -1,4 +1,4 @@
-"""200 merged LoRA syncs into vLLM: is the base the same bits after each, and does the engine say what the trainer says?"""
+"""200 merged LoRA syncs into vLLM: the base stays bit for bit, and the engine says what the trainer says."""
 
 import tempfile
 import time

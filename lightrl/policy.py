@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,9 +120,21 @@ def recompute_activations(policy: PreTrainedModel) -> None:
 
 
 def compile_layers(policy: nn.Module) -> None:
-    """Compile the forward of each decoder layer for rows of any length; what shards and recomputes stays outside."""
+    """Compile the forward of each decoder layer for rows of any length; what shards and recomputes stays outside.
+
+    Generation with a cache, which would want graphs of its own for every shape of it, stays as it was.
+    """
     for layer in decoder_layers(policy):
-        layer.forward = torch.compile(layer.forward, dynamic=True)
+        layer.forward = _compiled_without_cache(layer.forward)
+
+
+def _compiled_without_cache(plain: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch.compile(plain, dynamic=True)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if kwargs.get("past_key_values") is None else plain)(*args, **kwargs)
+
+    return forward
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
