@@ -83,8 +83,9 @@ def _of_bitsandbytes(kind: str) -> Callable[..., torch.optim.Optimizer]:
                 "or optimizer='adamw', whose state is sharded over the ranks"
             )
         found: type[torch.optim.Optimizer] = getattr(import_bitsandbytes(f"bitsandbytes' {kind}").optim, kind)
-        made: torch.optim.Optimizer = on_local_tensors(found)(groups, **args)
-        return made
+        made: Any = on_local_tensors(found)(groups, **args)
+        made.places_own_state = kind.startswith("Paged")
+        return made  # type: ignore[no-any-return]
 
     return make
 
@@ -101,6 +102,9 @@ OPTIMIZERS = {
 
 class OffloadedAdamW(torch.optim.AdamW):
     """AdamW whose state is on the parameter's device only while that parameter is updated, else in CPU memory."""
+
+    places_own_state = True
+    """A strategy that moves optimizer state about leaves this one's where it is."""
 
     def step(self, closure: Any = None) -> Any:
         """Update one parameter after the other."""

@@ -17,7 +17,11 @@ def reshard(model: nn.Module) -> None:
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole of a perhaps sharded tensor (on every rank: all must call it together)."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.device.type != tensor.device_mesh.device_type:  # offloaded: collectives work on the mesh's devices
+        tensor = tensor.to(tensor.device_mesh.device_type)
+    return tensor.full_tensor()
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -38,6 +42,7 @@ def store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
 def write_full(tensor: Tensor, whole: Tensor) -> None:
     """Write ``whole``, which every rank has, into a perhaps sharded tensor."""
     if isinstance(tensor, DTensor):
-        whole = whole.to(tensor.device)
-        whole = distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to_local()
+        whole = distribute_tensor(
+            whole.to(tensor.device_mesh.device_type), tensor.device_mesh, tensor.placements, src_data_rank=None
+        ).to_local()
     local_tensor(tensor).copy_(whole)

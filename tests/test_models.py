@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightrl import RLModule
 from lightrl.lora import is_adapter
 from lightrl.policy import PolicyForward
+from lightrl.sharding import local_tensor
 from lightrl.strategies import ColocatedHFStrategy
 from lightrl.weights.source import iter_weights
 from tests.helpers.fits import BAR, Witness
@@ -145,7 +146,7 @@ class References(Callback):
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         micro = module.policy_forward.packer(module.policy).pack(random_rollouts(3), temperature=1.0)
         with torch.no_grad():
-            self.seen.append(module.reference_logprobs(micro))
+            self.seen.append(module.reference_logprobs(micro.to(module.device)).cpu())
 
 
 def references(steps: int, ckpt: Any = None, **args: Any) -> tuple[list[torch.Tensor], RLModule]:
@@ -210,6 +211,23 @@ def test_an_offloaded_reference_says_the_same() -> None:
     assert module.reference is not None
     groups = [m._get_fsdp_state()._fsdp_param_group for m in module.reference.modules() if hasattr(m, "unshard")]
     assert all(p.offload_to_cpu for g in groups if g is not None for p in g.fsdp_params)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_an_offloaded_reference_is_in_cpu_memory_and_says_the_same(precision: Any, tmp_path: Path) -> None:
+    found = []
+    for device in (None, "cpu"):
+        seen = References()
+        module = tiny_module(kl_coef=0.01, lr=1e-2, reference_device=device, ref_refresh_every=2)
+        trainer = quiet_trainer(accelerator="gpu", max_steps=4, precision=precision, callbacks=[seen])
+        trainer.fit(module, tiny_data())
+        trainer.save_checkpoint(tmp_path / "last.ckpt")
+        assert module.reference is not None
+        assert {local_tensor(p).device.type for p in module.reference.parameters()} == {device or "cuda"}
+        found.append(seen.seen)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert "lightrl_reference" in torch.load(tmp_path / "last.ckpt", weights_only=True)
 
 
 def test_an_unrefreshed_reference_is_in_no_checkpoint(tmp_path: Path) -> None:

@@ -1,12 +1,17 @@
 """Optimizers by name: what each is, and that those which keep their state elsewhere make the same steps."""
 
+import json
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from lightrl.engines.vllm import _config_folder
 from lightrl.optim import OPTIMIZERS, make_optimizer, on_local_tensors
 from lightrl.quantized import import_bitsandbytes
+from lightrl.strategies import ColocatedVLLMStrategy
 from tests.helpers.tiny import tiny_model
 from tests.helpers.training import equal, quiet_trainer, tiny_data, tiny_module, weights
 
@@ -46,6 +51,20 @@ def test_offloaded_state_is_in_cpu_memory_between_steps() -> None:
     assert {v.device.type for v in state} == {"cpu"}
 
 
+def test_a_strategy_leaves_state_alone_that_has_its_own_place() -> None:
+    strategy, states = ColocatedVLLMStrategy(), []
+    for name in ("adamw", "adamw_offload"):
+        _, optimizer = after_steps(
+            lambda m, name=name: make_optimizer(
+                [(m.parameters(), 1e-3)], betas=(0.9, 0.99), weight_decay=0.0, name=name
+            )
+        )
+        strategy.optimizers = [optimizer]
+        strategy._move_optimizer_state("meta")
+        states.append({v.device.type for s in optimizer.state.values() for v in s.values() if v.ndim})
+    assert states == [{"meta"}, {"cpu"}]
+
+
 class RefusesShards(torch.optim.AdamW):
     """Stands for kernels that take the memory of a tensor for the whole of it."""
 
@@ -80,22 +99,31 @@ def test_an_optimizer_that_knows_no_shards_steps_on_this_ranks_part(tmp_path: An
 
 @pytest.mark.parametrize("name", [n for n, choice in OPTIMIZERS.items() if choice.needs_bitsandbytes])
 def test_without_bitsandbytes_one_clear_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ValueError, match=f"optimizer='{name}' needs bitsandbytes, which is not installed here"):
         tiny_module(optimizer=name)
 
 
 def test_without_a_gpu_bitsandbytes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", torch)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", torch)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="quantize='4bit' needs a CUDA device"):
         import_bitsandbytes("quantize='4bit'")
 
 
 def test_a_quantised_base_without_the_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "bitsandbytes", None)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(ValueError, match="quantize='4bit' needs bitsandbytes, which is not installed here"):
         tiny_module(quantize="4bit", lora={})
+
+
+def test_the_engine_of_a_quantised_base_is_a_plain_one(tmp_path: Path) -> None:
+    policy = tiny_model()
+    policy.config.quantization_config = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    _config_folder(policy, tmp_path, trust_remote_code=False)
+    written = json.loads((tmp_path / "config.json").read_text())
+    assert "quantization_config" not in written
+    assert written["hidden_size"] == policy.config.hidden_size
 
 
 def test_nothing_to_train_is_refused() -> None:

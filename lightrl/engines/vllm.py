@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -191,7 +192,10 @@ def _config_folder(policy: PreTrainedModel, folder: Path, trust_remote_code: boo
     policy.config.architectures = [
         c.__name__ for c in type(policy).__mro__ if c.__module__.startswith("transformers.")
     ][:1]
-    policy.config.save_pretrained(folder)
+    config = copy.deepcopy(policy.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # a 4-bit base reaches the engine merged, as plain weights
+    config.save_pretrained(folder)
     return str(folder)
 
 
