@@ -23,7 +23,11 @@ def has_vllm() -> bool:
     return importlib.util.find_spec("vllm") is not None
 
 
-NEEDS = {"gpu": has_gpu, "vllm": has_vllm}
+def has_peft() -> bool:
+    return importlib.util.find_spec("peft") is not None
+
+
+NEEDS = {"gpu": has_gpu, "vllm": has_vllm, "peft": has_peft}
 
 
 def names() -> list[str]:

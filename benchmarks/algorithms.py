@@ -15,7 +15,7 @@ from benchmarks import Result
 needs = "vllm"
 
 ROOT = Path(__file__).resolve().parent.parent
-NAMES = ("GRPO", "DrGRPO", "DAPO", "RLOO", "REINFORCEPlusPlus", "GSPO", "CISPO", "OPO")
+NAMES = ("GRPO", "DrGRPO", "DAPO", "RLOO", "REINFORCEPlusPlus", "GSPO", "CISPO", "OPO", "PPO")
 STEPS, BAR, EVERY = 60, 0.8, 10
 
 

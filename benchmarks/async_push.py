@@ -60,14 +60,13 @@ def measure() -> tuple[list[float], list[tuple[int, float]]]:
 
     from lightrl.engines.messages import EngineSpec, Request
     from lightrl.engines.staging import Shipment
-    from lightrl.engines.vllm import name_architecture
+    from lightrl.engines.vllm import engine_config
     from lightrl.pools.launchers import LocalLauncher
     from lightrl.pools.pool import EnginePool
     from lightrl.weights.source import iter_weights
 
     policy = model()
-    name_architecture(policy)
-    pool = EnginePool(LocalLauncher(), EngineSpec(policy.config.to_dict(), "float32", max_model_len=TOKENS + 8))
+    pool = EnginePool(LocalLauncher(), EngineSpec(engine_config(policy).to_dict(), "float32", max_model_len=TOKENS + 8))
     policies, pauses, found = [copy.deepcopy(policy)], [], []
     prompts = [[4 + i, 5, 6] for i in range(REQUESTS)]
     try:

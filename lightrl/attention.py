@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -204,18 +204,34 @@ def packed_attention(
     return attend(q, k, v, layout, scale, sliding_window or 0)[None], None
 
 
+@cache
+def _outside_graphs() -> Callable[..., Any]:
+    """Return the attention, kept out of compiled graphs: with a layout in it no graph would be used twice."""
+    return cast(Callable[..., Any], torch.compiler.disable(packed_attention))
+
+
 @contextmanager
 def packed_rows(model: PreTrainedModel) -> Iterator[None]:
     """Inside the block ``model`` takes packed rows: its forward wants ``layout=`` and ``position_ids=``."""
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, packed_attention)
+    AttentionInterface.register(NAME, _outside_graphs())
     before = model.config._attn_implementation
     model.config._attn_implementation = NAME
     try:
         yield
     finally:
         model.config._attn_implementation = before
+
+
+def as_in_forward(model: PreTrainedModel) -> Callable[[], tuple[AbstractContextManager[None], ...]]:
+    """Return the ``context_fn`` with which torch's checkpointing recomputes a layer with the attention that it had."""
+
+    def contexts() -> tuple[AbstractContextManager[None], ...]:
+        packed = model.config._attn_implementation == NAME
+        return nullcontext(), packed_rows(model) if packed else nullcontext()
+
+    return contexts
 
 
 def takes_packed_rows(model: PreTrainedModel) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from functools import cached_property
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,17 +13,16 @@ from lightrl import advantages as estimators
 from lightrl import kl
 from lightrl.corrections import Correction, approximate_proximal
 from lightrl.losses import MODES, Terms, aggregate, clipped_policy_terms
+from lightrl.models import ModelsModule
 from lightrl.optim import SCHEDULES
 from lightrl.packing import MicroBatch
-from lightrl.policy import load_policy, load_tokenizer, without_dropout
-from lightrl.step import StepModule
 from lightrl.types import Rollout, RolloutBatch, RolloutGroup
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 
-class RLModule(StepModule):
+class RLModule(ModelsModule):
     """GRPO (DeepSeekMath, arXiv:2402.03300) on any Hugging Face causal language model. Override ``loss`` to change it.
 
     Smaller pieces to override: ``estimate`` (advantages from rewards), ``rewards`` (what they are made of) and
@@ -39,7 +37,8 @@ class RLModule(StepModule):
         schedule: ``"constant"``, ``"linear"`` or ``"cosine"`` (the latter two fall to 0 at the run's end).
         clip_ratio_low: the ratio to the old policy counts down to ``1 - clip_ratio_low``.
         clip_ratio_high: and up to ``1 + clip_ratio_high``.
-        kl_coef: weight of the KL to the frozen initial policy; above 0 a second copy of the model is kept.
+        kl_coef: weight of the KL to the frozen initial policy; above 0 a second copy of the model is kept, but with
+            LoRA, where the reference is the policy without its adapters.
         kl_in_reward: take the KL, summed over a completion (k1), from its reward instead of adding it to the loss.
         entropy_coef: weight of the entropy bonus: the loss is less by it times the policy's entropy.
         scale_rewards: divide a group's advantages by its standard deviation (GRPO) or not (Dr. GRPO).
@@ -55,17 +54,27 @@ class RLModule(StepModule):
         packed: lay sequences end to end without padding; None: where the model's attention allows it.
         share_prefix: where sequences are packed, what those of a group begin with (the prompt) passes through the model
             once in each micro-batch.
+        lora: train adapters on frozen weights (arXiv:2106.09685): a ``peft.LoraConfig`` or a dict of its arguments,
+            such as ``{"r": 16}`` (all linear modules but the head). Checkpoints then hold the adapters alone.
+        trainable: train only the parameters in whose names one of these regular expressions is found.
+        quantize: ``"4bit"`` keeps the base of a LoRA in 4 bits (QLoRA; needs bitsandbytes and a GPU).
+        gradient_checkpointing: compute activations again in the backward pass instead of keeping them.
+        torch_compile: compile the decoder layers.
+        optimizer: ``"adamw"``; ``"adamw_offload"`` (its state in CPU memory, which costs time); with bitsandbytes, on
+            one GPU, ``"adamw_8bit"``, ``"paged_adamw"`` or ``"paged_adamw_8bit"``.
+        reference_device: ``"cpu"`` keeps a reference copy in CPU memory and brings one layer at a time.
+        ref_refresh_every: the reference becomes the current policy after so many optimizer steps, at the next rollout
+            batch; checkpoints then hold it too. 0: never.
         trust_remote_code: run code that comes with the model.
 
     Raises:
-        ValueError: an argument is out of range.
+        ValueError: an argument is out of range, or needs a library that is not installed.
     """
 
     min_group_size = 2
     """A baseline from the group needs two completions of each prompt."""
     max_sampling_rounds = 1
     """How often at most a step samples to replace groups that ``keep_group`` refuses; 1 asks about none."""
-    model: str | PreTrainedModel
 
     def __init__(
         self,
@@ -87,12 +96,34 @@ class RLModule(StepModule):
         recompute_old_logprobs: bool = True,
         packed: bool | None = None,
         share_prefix: bool = True,
+        lora: Any = None,
+        trainable: str | list[str] | None = None,
+        quantize: str | None = None,
+        gradient_checkpointing: bool = False,
+        torch_compile: bool = False,
+        optimizer: str = "adamw",
+        reference_device: str | None = None,
+        ref_refresh_every: int = 0,
         trust_remote_code: bool = False,
     ) -> None:
-        super().__init__(packed, share_prefix)
-        model = str(model) if isinstance(model, Path) else model
-        ignored = ["correction"] if isinstance(model, str) else ["correction", "model"]
+        super().__init__(
+            model,
+            packed=packed,
+            share_prefix=share_prefix,
+            lora=lora,
+            trainable=trainable,
+            quantize=quantize,
+            gradient_checkpointing=gradient_checkpointing,
+            torch_compile=torch_compile,
+            optimizer=optimizer,
+            reference_device=reference_device,
+            ref_refresh_every=ref_refresh_every,
+            trust_remote_code=trust_remote_code,
+        )
+        ignored = ["correction"] if isinstance(self.model, str) else ["correction", "model"]
         self.save_hyperparameters(ignore=ignored, logger=False)
+        plain = {"lora": self.lora, "model": self.model}  # a checkpoint holds builtins, not a LoraConfig or a Path
+        self.hparams.update({name: value for name, value in plain.items() if name in self.hparams})
         if aggregation not in MODES:
             raise ValueError(f"aggregation={aggregation!r} is not one of {', '.join(MODES)}")
         if schedule not in SCHEDULES:
@@ -111,38 +142,12 @@ class RLModule(StepModule):
                 raise ValueError(f"{name}={value} must not be negative")
         if not clip_ratio_low < 1 or not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"clip_ratio_low={clip_ratio_low} and each of betas={betas} must be 0 or more and below 1")
-        object.__setattr__(self, "model", model)  # not a submodule: as such it would be saved beside the policy
         self.lr, self.betas, self.weight_decay = lr, betas, weight_decay
         self.warmup_steps, self.schedule = warmup_steps, schedule
         self.clip_ratio_low, self.clip_ratio_high = clip_ratio_low, clip_ratio_high
         self.kl_coef, self.kl_in_reward, self.entropy_coef = kl_coef, kl_in_reward, entropy_coef
         self.scale_rewards, self.aggregation, self.mask_truncated = scale_rewards, aggregation, mask_truncated
         self.correction, self.recompute_old_logprobs = correction, recompute_old_logprobs
-        self.trust_remote_code = trust_remote_code
-
-    # -- models -------------------------------------------------------------------------------------------------------
-
-    def configure_model(self) -> None:
-        """Load the policy, and the reference where ``kl_coef`` wants one; the strategy shards both."""
-        if not hasattr(self, "policy"):
-            self.policy = self._load() if isinstance(self.model, str) else without_dropout(self.model)
-        if self.kl_coef > 0 and not self._reference:
-            reference = self._load() if isinstance(self.model, str) else copy.deepcopy(self.policy)
-            self._reference.append(reference.requires_grad_(False).eval())
-
-    def _load(self) -> PreTrainedModel:
-        assert isinstance(self.model, str)
-        return load_policy(self.model, trust_remote_code=self.trust_remote_code)
-
-    @cached_property
-    def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
-        name: Any = self.model if isinstance(self.model, str) else self.model.config.name_or_path
-        return load_tokenizer(name, trust_remote_code=self.trust_remote_code)
-
-    def forward(self, micro: MicroBatch) -> Tensor:
-        """Return the policy's logprobs, float32 [N], of a micro-batch's completion tokens."""
-        return self.policy_forward(self.policy, micro)[0]
 
     # -- advantages ---------------------------------------------------------------------------------------------------
 
@@ -246,15 +251,24 @@ class RLModule(StepModule):
             max_tokens: token budget of a micro-batch.
             reused: more than one update will use these rollouts, so the policy of before the first must be remembered.
         """
-        models = [("scored_logprobs", self.policy)] if reused and self.recompute_old_logprobs else []
-        models += [("ref_logprobs", self.reference)] if self.reference is not None else []
-        if not models:
+        self.refresh_reference()
+        passes = self.scoring_passes(reused=reused)
+        if not passes:
             return
         packer = self.policy_forward.packer(self.policy)
         for part in packer.plan(batch.rollouts, max_tokens):
             micro = packer.pack(part, temperature=batch.temperature).to(self.device)
-            for name, model in models:
-                logprobs = self.policy_forward(model, micro)[0].cpu()
-                pieces = logprobs.split([len(r.completion_ids) for r in part])
-                for rollout, piece in zip(part, pieces, strict=True):
-                    setattr(rollout, name, piece.clone())
+            for scored in passes:
+                for name, values in scored(micro).items():
+                    pieces = values.cpu().split([len(r.completion_ids) for r in part])
+                    for rollout, piece in zip(part, pieces, strict=True):
+                        setattr(rollout, name, piece.clone())
+
+    def scoring_passes(self, *, reused: bool) -> list[Callable[[MicroBatch], dict[str, Tensor]]]:
+        """Return what ``score`` runs on each micro-batch: each gives tensors [N] by the name of a rollout's field."""
+        passes: list[Callable[[MicroBatch], dict[str, Tensor]]] = []
+        if reused and self.recompute_old_logprobs:
+            passes.append(lambda micro: {"scored_logprobs": self(micro)})
+        if self._reference:
+            passes.append(lambda micro: {"ref_logprobs": self.reference_logprobs(micro)})
+        return passes

@@ -58,6 +58,10 @@ class MicroBatch:
     """Sampling temperature: logprobs are of softmax(logits / temperature)."""
     denominator: float = 1.0
     """What a sum over this and all other micro-batches of the step, on all ranks, is divided by."""
+    values: Tensor | None = None
+    """float32 [N]: the critic's before the first update, where there is a critic."""
+    returns: Tensor | None = None
+    """float32 [N]: what its values are drawn to."""
 
     def to(self, device: torch.device | str) -> Self:
         """Return a copy with every tensor on ``device``."""
@@ -125,7 +129,6 @@ def pack(
             )
     row = _Row(rollouts, share_prefix)
     scored = all(r.scored_logprobs is not None for r in rollouts)
-    referred = all(r.ref_logprobs is not None for r in rollouts)
     return MicroBatch(
         lengths=row.lengths,
         prefixes=row.prefixes,
@@ -134,14 +137,16 @@ def pack(
         logit_index=torch.cat(row.logit_index),
         targets=torch.tensor([t for r in rollouts for t in r.completion_ids]),
         sequence_ids=torch.repeat_interleave(torch.tensor([len(r.completion_ids) for r in rollouts])),
-        loss_mask=torch.cat([_mask(r) for r in rollouts]),
+        loss_mask=torch.cat([completion_mask(r) for r in rollouts]),
         advantages=torch.cat([_per_token(r.advantage, len(r.completion_ids)) for r in rollouts]),
         rollout_logprobs=torch.cat([r.rollout_logprobs for r in rollouts]).float(),
         old_logprobs=torch.cat([r.old_logprobs for r in rollouts]).float() if scored else None,
-        ref_logprobs=torch.cat([r.ref_logprobs for r in rollouts if r.ref_logprobs is not None]) if referred else None,
+        ref_logprobs=_joined([r.ref_logprobs for r in rollouts]),
         policy_versions=torch.cat([_versions(r) for r in rollouts]),
         temperature=temperature,
         denominator=denominator,
+        values=_joined([r.values for r in rollouts]),
+        returns=_joined([r.returns for r in rollouts]),
     )
 
 
@@ -177,8 +182,14 @@ class _Row:
         return len(self.lengths) - 1, start
 
 
-def _mask(r: Rollout) -> Tensor:
+def completion_mask(r: Rollout) -> Tensor:
+    """Return which completion tokens count, bool [C]."""
     return torch.ones(len(r.completion_ids), dtype=torch.bool) if r.loss_mask is None else r.loss_mask
+
+
+def _joined(pieces: list[Tensor | None]) -> Tensor | None:
+    there = [piece for piece in pieces if piece is not None]
+    return torch.cat(there) if len(there) == len(pieces) else None
 
 
 def _per_token(advantage: float | Tensor, size: int) -> Tensor:
@@ -198,7 +209,8 @@ def idle_rollout() -> Rollout:
     """A rollout that costs two tokens and counts for nothing: a rank with nothing to train takes part with it."""
     nothing = torch.zeros(1)
     dead = torch.zeros(1, dtype=torch.bool)
-    return Rollout([0], [0], nothing, loss_mask=dead, scored_logprobs=nothing, ref_logprobs=nothing)
+    scores: dict[str, Any] = dict.fromkeys(("scored_logprobs", "ref_logprobs", "values", "returns"), nothing)
+    return Rollout([0], [0], nothing, loss_mask=dead, **scores)
 
 
 def shuffled_parts(rollouts: list[Rollout], parts: int, seed: int) -> list[list[Rollout]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightrl.attention import packed_rows, takes_packed_rows
+from lightrl.attention import as_in_forward, packed_rows, takes_packed_rows
 from lightrl.balance import Packer
 from lightrl.logprobs import chunked_token_logprobs, entropy, token_logprobs
 
@@ -20,12 +21,13 @@ if TYPE_CHECKING:
     from lightrl.packing import MicroBatch
 
 
-def load_policy(model: str | Path, *, trust_remote_code: bool = False) -> PreTrainedModel:
+def load_policy(model: str | Path, *, trust_remote_code: bool = False, **loading: Any) -> PreTrainedModel:
     """Load a causal language model in float32 on the CPU, without dropout: a ratio of 1 must be possible.
 
     Args:
         model: folder or hub name.
         trust_remote_code: run code that comes with the model.
+        loading: further arguments of ``from_pretrained``.
 
     Raises:
         ValueError: there is no such model.
@@ -34,7 +36,7 @@ def load_policy(model: str | Path, *, trust_remote_code: bool = False) -> PreTra
 
     with _model_errors(model), _quiet_loading():
         policy: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-            model, dtype=torch.float32, trust_remote_code=trust_remote_code
+            model, dtype=torch.float32, trust_remote_code=trust_remote_code, **loading
         )
     without_dropout(policy).train()
     return policy
@@ -91,6 +93,47 @@ def without_dropout(policy: PreTrainedModel) -> PreTrainedModel:
     return policy
 
 
+def train_only(policy: PreTrainedModel, patterns: list[str]) -> None:
+    """Freeze the parameters of ``policy`` in whose names none of ``patterns`` (regular expressions) is found.
+
+    Raises:
+        ValueError: a pattern is found in no name.
+    """
+    names = [name for name, _ in policy.named_parameters()]
+    for pattern in patterns:
+        if not any(re.search(pattern, name) for name in names):
+            raise ValueError(
+                f"trainable={pattern!r} is found in no parameter's name: they are {', '.join(names[:8])}, ..."
+            )
+    for name, parameter in policy.named_parameters():
+        parameter.requires_grad_(any(re.search(pattern, name) for pattern in patterns))
+
+
+def recompute_activations(policy: PreTrainedModel) -> None:
+    """Have each decoder layer keep its input alone, and run once more in the backward pass."""
+    policy.train()  # transformers recomputes in training mode only
+    how = {"use_reentrant": False, "context_fn": as_in_forward(policy)}
+    policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+
+
+def compile_layers(policy: nn.Module) -> None:
+    """Compile the forward of each decoder layer for rows of any length; what shards and recomputes stays outside.
+
+    Generation with a cache, which would want graphs of its own for every shape of it, stays as it was.
+    """
+    for layer in decoder_layers(policy):
+        layer.forward = _compiled_without_cache(layer.forward)
+
+
+def _compiled_without_cache(plain: Callable[..., Any]) -> Callable[..., Any]:
+    compiled = torch.compile(plain, dynamic=True)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if kwargs.get("past_key_values") is None else plain)(*args, **kwargs)
+
+    return forward
+
+
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """Return the decoder layers of ``model``: the blocks that transformers says must not be split.
 
@@ -132,12 +175,13 @@ class PolicyForward:
 
         The entropy has gradient only where ``entropy_grad`` asks for it.
         """
-        if self._head_is_last:
+        # An adapter on the head has weights of its own, which a product with the head's weight alone would leave out.
+        if self._head_is_last and not hasattr(model.get_output_embeddings(), "base_layer"):
             result = self._fused(model, micro, entropy_grad)
             if result is not None:
                 return result
             self._head_is_last = False
-        logits = _at(self._run(model, micro).logits, self._index(model, micro))
+        logits = _at(self._run(model, micro).logits, self.index(model, micro))
         logprobs = token_logprobs(logits, micro.targets, micro.temperature)
         return logprobs, entropy(logits if entropy_grad else logits.detach(), micro.temperature)
 
@@ -145,7 +189,7 @@ class PolicyForward:
         head: Any = model.get_output_embeddings()
         if not _is_one_product(head):
             return None
-        index = self._index(model, micro)
+        index = self.index(model, micro)
         found: list[Tensor] = []
 
         def logprobs_instead(hidden: Tensor) -> Tensor:
@@ -169,6 +213,10 @@ class PolicyForward:
             del head.forward
         return (found[0], found[1]) if found and out.logits is found[0] else None
 
+    def hidden(self, trunk: PreTrainedModel, micro: MicroBatch) -> Tensor:
+        """Return the final hidden state, [N, D], of a model without head at what predicts each completion token."""
+        return _at(self._run(trunk, micro).last_hidden_state, self.index(trunk, micro))
+
     def _run(self, model: PreTrainedModel, micro: MicroBatch) -> Any:
         if self._is_packed(model):
             with packed_rows(model):
@@ -188,7 +236,8 @@ class PolicyForward:
         mask[row, column] = 1
         return model(input_ids=ids, attention_mask=mask, use_cache=False)
 
-    def _index(self, model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor | int, Tensor]:
+    def index(self, model: PreTrainedModel, micro: MicroBatch) -> tuple[Tensor | int, Tensor]:
+        """Return row and column, in what the model puts out, of the position that predicts each completion token."""
         if self._is_packed(model):
             return 0, micro.logit_index
         row, column = _rows(micro)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +20,7 @@ from lightrl.meter import Meter
 from lightrl.optim import make_optimizer, schedule_factor
 from lightrl.packing import MicroBatch, StepBatch
 from lightrl.policy import PolicyForward
+from lightrl.reference import Reference
 from lightrl.types import Rollout, RolloutBatch
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ class StepModule(LightningModule):
     weight_decay: float
     warmup_steps: int
     schedule: str
+    optimizer_name: str
     entropy_coef: float
     correction: Correction | None
 
@@ -41,13 +44,8 @@ class StepModule(LightningModule):
         super().__init__()
         self.policy_forward = PolicyForward(packed, share_prefix)
         self.val_metrics = torch.nn.ModuleDict({"reward": MeanMetric(), "pass@1": MeanMetric()})
-        self._reference: list[PreTrainedModel] = []  # in a list: neither saved nor moved nor trained as a submodule
+        self._reference: list[Reference] = []  # one or none
         self._step_started = self._batch_started = time.perf_counter()
-
-    @property
-    def reference(self) -> PreTrainedModel | None:
-        """The frozen initial policy, or None."""
-        return self._reference[0] if self._reference else None
 
     def loss(self, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor | float]]:
         """The loss of one micro-batch, and metrics."""
@@ -55,6 +53,10 @@ class StepModule(LightningModule):
 
     def aggregate(self, terms: Tensor, batch: MicroBatch) -> Tensor:
         """Add up per-token loss terms [N]."""
+        raise NotImplementedError
+
+    def parameter_groups(self) -> list[tuple[Iterable[torch.nn.Parameter], float]]:
+        """Parameters, and the learning rate of each lot."""
         raise NotImplementedError
 
     # -- training -----------------------------------------------------------------------------------------------------
@@ -94,7 +96,7 @@ class StepModule(LightningModule):
     def _measure(self, micro: MicroBatch, logprobs: Tensor, meter: Meter) -> None:
         live, old = micro.loss_mask, logprobs if micro.old_logprobs is None else micro.old_logprobs
         meter.add("kl/mismatch", kl.k3(micro.rollout_logprobs, old), mask=live)
-        if self.reference is not None and micro.ref_logprobs is not None:  # an idle rollout has some in any case
+        if self._reference and micro.ref_logprobs is not None:  # an idle rollout has some in any case
             meter.add("kl/ref", kl.k3(logprobs, micro.ref_logprobs), mask=live)
         if self.correction is not None:
             gap = old - micro.rollout_logprobs
@@ -135,7 +137,7 @@ class StepModule(LightningModule):
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
         """Clip as the Trainer says, and log ``train/grad_norm``: the norm before clipping, over all ranks."""
-        grads = [p.grad for p in self.policy.parameters() if p.grad is not None]
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm: Any = torch.nn.utils.get_total_norm(grads)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
         self.log("train/grad_norm", norm, on_step=True, on_epoch=False, batch_size=1)
@@ -144,9 +146,9 @@ class StepModule(LightningModule):
         )
 
     def configure_optimizers(self) -> Any:
-        """AdamW, without decay on vectors, and the learning rate's schedule by optimizer step."""
+        """The optimizer, without decay on vectors, and the learning rates' schedule by optimizer step."""
         optimizer = make_optimizer(
-            self.policy.parameters(), lr=self.lr, betas=self.betas, weight_decay=self.weight_decay
+            self.parameter_groups(), name=self.optimizer_name, betas=self.betas, weight_decay=self.weight_decay
         )
         if self.schedule == "constant" and not self.warmup_steps:
             return optimizer

@@ -111,6 +111,12 @@ class Rollout:
     """float32 [C]: the frozen reference's logprobs."""
     group_id: int = 0
     """Equal for completions of one prompt."""
+    token_rewards: Tensor | None = None
+    """float32 [C]: rewards of single tokens beside ``reward``, for algorithms that work by token."""
+    values: Tensor | None = None
+    """float32 [C]: a critic's values from before each token on, before the first update on this rollout."""
+    returns: Tensor | None = None
+    """float32 [C]: what those values are drawn to."""
 
     @property
     def token_ids(self) -> Tensor:

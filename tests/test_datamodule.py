@@ -71,7 +71,7 @@ def refused(folder: Path, monkeypatch: pytest.MonkeyPatch, *messages: str, train
     def load(*_: Any, **__: Any) -> None:
         raise AssertionError("the policy was loaded before the input was checked")
 
-    monkeypatch.setattr("lightrl.module.load_policy", load)
+    monkeypatch.setattr("lightrl.models.load_policy", load)
     with pytest.raises(ValueError, match=r".") as error:
         quiet_trainer(**{"max_steps": 1} | (trainer or {})).fit(
             RLModule(folder), tiny_data(**{"tokenizer": None} | args)

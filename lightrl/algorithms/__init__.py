@@ -10,7 +10,8 @@ from lightrl.algorithms.dr_grpo import DrGRPO
 from lightrl.algorithms.grpo import GRPO
 from lightrl.algorithms.gspo import GSPO
 from lightrl.algorithms.opo import OPO
+from lightrl.algorithms.ppo import PPO
 from lightrl.algorithms.reinforce_plus_plus import REINFORCEPlusPlus
 from lightrl.algorithms.rloo import RLOO
 
-__all__ = ["CISPO", "DAPO", "GRPO", "GSPO", "OPO", "RLOO", "DrGRPO", "REINFORCEPlusPlus"]
+__all__ = ["CISPO", "DAPO", "GRPO", "GSPO", "OPO", "PPO", "RLOO", "DrGRPO", "REINFORCEPlusPlus"]

@@ -69,6 +69,8 @@ class HFEngine:
         )
         policy: Any = self.policy
         kept, policy.generation_config = policy.generation_config, config  # or its defaults would be mixed in
+        training = policy.training
+        policy.eval()  # in training mode gradient checkpointing drops the cache that generation goes by
         try:
             with torch.no_grad(), forked_rng(seed):
                 out = policy.generate(
@@ -76,6 +78,7 @@ class HFEngine:
                 )
         finally:
             policy.generation_config = kept
+            policy.train(training)
         scores = torch.stack(out.scores, dim=1).float().log_softmax(-1)
         sampled = out.sequences[:, longest:]
         logprobs = scores.gather(-1, sampled[..., None])[..., 0].cpu()

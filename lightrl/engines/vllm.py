@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,11 +16,12 @@ from lightrl.distributed import all_objects, rank, world_size
 from lightrl.engines import compat
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.fingerprint import Fingerprint
+from lightrl.lora import check_engine_merges
 from lightrl.rng import derive_seed, forked_rng
 from lightrl.types import Completion, Sampling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 _CPU_CACHE_BYTES = 2**28
 OUTPUT = {"logprobs": 0, "flat_logprobs": True, "detokenize": False}
@@ -44,7 +46,8 @@ class VLLMEngine:
         engine_args: further arguments of ``vllm.LLM``, which win over the ones chosen here.
 
     Raises:
-        ValueError: vLLM is not installed, or the ranks do not divide into groups of ``tensor_parallel_size``.
+        ValueError: vLLM is not installed, the ranks do not divide into groups of ``tensor_parallel_size``, or
+            ``engine_args`` ask for what cannot take the merged weights of a policy with LoRA.
     """
 
     def __init__(
@@ -63,6 +66,7 @@ class VLLMEngine:
             raise ValueError(
                 f"{world_size()} ranks do not divide into groups of tensor_parallel_size={tensor_parallel_size}"
             )
+        check_engine_merges(policy, engine_args or {})
         vllm = compat.import_vllm()
         self.device, self.dtype = device, dtype
         self._tp_size = tensor_parallel_size
@@ -190,16 +194,17 @@ def _own_group(size: int) -> dist.ProcessGroup | None:
 def _config_folder(policy: PreTrainedModel, folder: Path, trust_remote_code: bool) -> str:
     if trust_remote_code:
         return str(policy.config.name_or_path)  # the folder with the model's own code
-    name_architecture(policy)
-    policy.config.save_pretrained(folder)
+    engine_config(policy).save_pretrained(folder)
     return str(folder)
 
 
-def name_architecture(policy: PreTrainedModel) -> None:
-    """Write the class that vLLM has to look for into the policy's configuration."""
-    policy.config.architectures = [
-        c.__name__ for c in type(policy).__mro__ if c.__module__.startswith("transformers.")
-    ][:1]
+def engine_config(policy: PreTrainedModel) -> PretrainedConfig:
+    """Return a copy of the policy's configuration as vLLM has to see it."""
+    config = copy.deepcopy(policy.config)
+    config.architectures = [c.__name__ for c in type(policy).__mro__ if c.__module__.startswith("transformers.")][:1]
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config  # a 4-bit base reaches the engine merged, as plain weights
+    return config
 
 
 def llm_args(dtype: str, device_type: str) -> dict[str, Any]:

@@ -126,11 +126,10 @@ class AsyncVLLMStrategy(RolloutStrategy):
         from_rank_zero(lambda: self._start(module, max_model_len))
 
     def _start(self, module: Any, max_model_len: int | None) -> None:
-        from lightrl.engines.vllm import name_architecture
+        from lightrl.engines.vllm import engine_config
 
-        name_architecture(module.policy)
         spec = EngineSpec(
-            config=module.policy.config.to_dict(),
+            config=engine_config(module.policy).to_dict(),
             dtype=str(self._engine_dtype).removeprefix("torch."),
             max_model_len=max_model_len,
             tensor_parallel_size=self.engine_tp_size,

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch import nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from typing_extensions import override
 
 from lightrl.policy import decoder_layers
+from lightrl.quantized import quantized_parameters
+from lightrl.sharding import store_frozen
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from torch import nn
 
     from lightrl.types import Completion, Sampling
 
@@ -146,7 +149,9 @@ class RolloutStrategy(ModelParallelStrategy):
             )
         self._shard(module.policy)
         if getattr(module, "reference", None) is not None:
-            self._shard(module.reference)
+            self._shard(module.reference, offload=module.reference_device == "cpu")
+        for companion in getattr(module, "companions", list)():
+            self._shard(companion)
         super().setup(trainer)
 
     def _check_learning_rate(self, module: Any) -> None:
@@ -157,24 +162,31 @@ class RolloutStrategy(ModelParallelStrategy):
                 "weights. Use Trainer(precision='bf16-mixed'), which keeps float32 weights."
             )
 
-    def _shard(self, model: nn.Module) -> None:
+    def _shard(self, model: nn.Module, *, offload: bool = False) -> None:
         if isinstance(model, FSDPModule):
             return
         flag = self.precision_plugin.precision
         if flag == "bf16-true":
             model.to(torch.bfloat16)
+        if flag == "bf16-mixed":
+            store_frozen(model, torch.bfloat16)
         low = torch.bfloat16 if flag == "bf16-mixed" else None
         options: dict[str, Any] = {
             "mesh": self.device_mesh["data_parallel"],
             "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
+            "ignored_params": quantized_parameters(model),
         }
+        if offload:
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
         # Nothing here writes in place to a model's output, which is what this warns of.
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", module="lightning")
-        for layer in decoder_layers(model):
+        for layer in [] if isinstance(model, nn.Linear) else decoder_layers(model):
             fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
-        fully_shard(model, **options)
-        model.to(self.root_device)
+        # By default the root keeps what it has gathered, which is the device's memory that offloading is to save.
+        fully_shard(model, reshard_after_forward=True if offload else None, **options)
+        if not offload:
+            model.to(self.root_device)
 
     def sync_gradients(self, last: bool) -> None:
         """Say whether the coming micro-batch is the step's last: with ``defer_grad_sync`` only that one is reduced."""
@@ -184,8 +196,10 @@ class RolloutStrategy(ModelParallelStrategy):
             policy.set_is_last_backward(last)
 
     @override
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        loaded = super().load_checkpoint(*args, **kwargs)
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        base_left_out = getattr(self.lightning_module, "base_left_out", lambda *_: nullcontext())
+        with base_left_out(checkpoint_path, weights_only):
+            loaded = super().load_checkpoint(checkpoint_path, weights_only)
         self.mark_weights_dirty()
         return loaded
 

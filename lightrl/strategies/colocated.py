@@ -174,6 +174,8 @@ class ColocatedVLLMStrategy(RolloutStrategy):
 
     def _move_optimizer_state(self, device: torch.device | str) -> None:
         for optimizer in self.optimizers:
+            if getattr(optimizer, "places_own_state", False):
+                continue
             for state in optimizer.state.values():
                 for key, value in state.items():
                     if isinstance(value, Tensor) and value.ndim:

@@ -231,7 +231,7 @@ def test_bad_arguments_of_one_algorithm_are_named(name: str, wrong: dict[str, An
 def test_b05_a_group_of_one_is_refused_where_the_group_is_the_baseline(name: str) -> None:
     module, data = getattr(algorithms, name)(tiny_model(), lr=1e-3), tiny_data(tiny_prompts(8), group_size=1)
     trainer = quiet_trainer(max_steps=1)
-    if name == "REINFORCEPlusPlus":
+    if name in ("REINFORCEPlusPlus", "PPO"):
         trainer.fit(module, data)
         assert trainer.global_step == 1
         return
@@ -239,7 +239,7 @@ def test_b05_a_group_of_one_is_refused_where_the_group_is_the_baseline(name: str
         trainer.fit(module, data)
 
 
-@pytest.mark.parametrize("name", algorithms.__all__)
+@pytest.mark.parametrize("name", sorted(set(algorithms.__all__) - {"PPO"}))
 def test_b05_a_group_that_shrank_to_one_has_advantage_0(name: str) -> None:
     module = getattr(algorithms, name)(tiny_model(), **({"baseline": True} if name.startswith("REIN") else {}))
     rollouts = [Rollout([3], [4], torch.zeros(1), reward=r, group_id=g) for r, g in ((1.0, 0), (0.0, 0), (0.7, 1))]

@@ -1,0 +1,48 @@
+"""Reading and writing parameters that FSDP2 has perhaps sharded, without caring whether it has."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+
+def reshard(model: nn.Module) -> None:
+    """Have every parameter sharded again: a forward without backward leaves the root's gathered."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """Return the whole of a perhaps sharded tensor (on every rank: all must call it together)."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if tensor.device.type != tensor.device_mesh.device_type:  # offloaded: collectives work on the mesh's devices
+        tensor = tensor.to(tensor.device_mesh.device_type)
+    return tensor.full_tensor()
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a perhaps sharded tensor: the same memory, so that it can be written to."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Keep the frozen parameters of ``model`` in ``dtype``: what each forward would round to it anyway."""
+    for parameter in model.parameters():
+        if not parameter.requires_grad and parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+
+
+@torch.no_grad()
+def write_full(tensor: Tensor, whole: Tensor) -> None:
+    """Write ``whole``, which every rank has, into a perhaps sharded tensor."""
+    if isinstance(tensor, DTensor):
+        whole = distribute_tensor(
+            whole.to(tensor.device_mesh.device_type), tensor.device_mesh, tensor.placements, src_data_rank=None
+        ).to_local()
+    local_tensor(tensor).copy_(whole)
