@@ -175,8 +175,7 @@ class PolicyForward:
 
         The entropy has gradient only where ``entropy_grad`` asks for it.
         """
-        # An adapter on the head has weights of its own, which a product with the head's weight alone would leave out.
-        if self._head_is_last and not hasattr(model.get_output_embeddings(), "base_layer"):
+        if self._head_is_last:
             result = self._fused(model, micro, entropy_grad)
             if result is not None:
                 return result

@@ -20,8 +20,11 @@ def full_tensor(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.device.type != tensor.device_mesh.device_type:  # offloaded: collectives work on the mesh's devices
-        tensor = tensor.to(tensor.device_mesh.device_type)
-    return tensor.full_tensor()
+        moved = tensor.to(tensor.device_mesh.device_type)
+        assert isinstance(moved, DTensor)
+        tensor = moved
+    whole: Tensor = tensor.full_tensor()
+    return whole
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
