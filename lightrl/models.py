@@ -64,7 +64,7 @@ class ModelsModule(StepModule):
         self.gradient_checkpointing, self.torch_compile = gradient_checkpointing, torch_compile
         self.kl_coef, self.reference_device, self.ref_refresh_every = kl_coef, reference_device, ref_refresh_every
         self.trust_remote_code = trust_remote_code
-        self._reference_version = 0
+        self._reference_version, self._configured = 0, False
         self._check_models()
         self._check_reference()
         self.register_load_state_dict_post_hook(_forgive_missing_base)  # type: ignore[no-untyped-call]
@@ -107,9 +107,11 @@ class ModelsModule(StepModule):
 
     def configure_model(self) -> None:
         """Load the policy, bind adapters, and make the reference where ``kl_coef`` wants one; the strategy shards."""
-        if hasattr(self, "policy"):
+        if self._configured:
             return
-        self.policy = self.fresh_model() if isinstance(self.model, str) else without_dropout(self.model)
+        self._configured = True
+        if not hasattr(self, "policy"):
+            self.policy = self.fresh_model() if isinstance(self.model, str) else without_dropout(self.model)
         if self.lora is not None:
             bind_lora(self.policy, self.lora)
             if self.kl_coef > 0:
