@@ -198,6 +198,11 @@ def estimate_memory(
             samples=not offload_optimizer,
         ),
         Row("two layers and the rest, gathered", (2 * size.layer + size.outside) * computed, samples=False),
+        Row(
+            "their gradients, before reduction",  # as computed, and the float32 copy that is reduced
+            (size.layer + size.outside) * (computed + 4) * size.trained / (size.base + size.adapters),
+            samples=False,
+        ),
         Row("activations", max_tokens_per_micro_batch * kept * computed, samples=False),
         Row("logits of a chunk", 4 * logits * 4, samples=False),
         Row("engine weights", size.base * computed / tensor_parallel_size, trains=not sleep),

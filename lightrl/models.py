@@ -37,7 +37,6 @@ class ModelsModule(StepModule):
     """Loads the policy and what belongs to it (see :class:`lightrl.RLModule` for the arguments)."""
 
     model: str | PreTrainedModel
-    kl_coef: float
 
     def __init__(
         self,
@@ -51,6 +50,7 @@ class ModelsModule(StepModule):
         gradient_checkpointing: bool,
         torch_compile: bool,
         optimizer: str,
+        kl_coef: float,
         reference_device: str | None,
         ref_refresh_every: int,
         trust_remote_code: bool,
@@ -62,10 +62,11 @@ class ModelsModule(StepModule):
         self.trainable = [trainable] if isinstance(trainable, str) else trainable
         self.quantize, self.optimizer_name = quantize, optimizer
         self.gradient_checkpointing, self.torch_compile = gradient_checkpointing, torch_compile
-        self.reference_device, self.ref_refresh_every = reference_device, ref_refresh_every
+        self.kl_coef, self.reference_device, self.ref_refresh_every = kl_coef, reference_device, ref_refresh_every
         self.trust_remote_code = trust_remote_code
-        self._reference_version = 0
+        self._reference_version, self._configured = 0, False
         self._check_models()
+        self._check_reference()
         self.register_load_state_dict_post_hook(_forgive_missing_base)  # type: ignore[no-untyped-call]
 
     def _check_models(self) -> None:
@@ -77,8 +78,6 @@ class ModelsModule(StepModule):
         for name, (value, allowed) in choices.items():
             if value not in allowed:
                 raise ValueError(f"{name}={value!r} is not one of {', '.join(map(str, allowed))}")
-        if self.ref_refresh_every < 0:
-            raise ValueError(f"ref_refresh_every={self.ref_refresh_every} must not be negative: it counts steps")
         if self.lora is not None and self.trainable is not None:
             raise ValueError(f"trainable={self.trainable} with lora: adapters are all that is trained. Leave one out")
         if self.lora is None and self.quantize:
@@ -90,13 +89,29 @@ class ModelsModule(StepModule):
         if OPTIMIZERS[self.optimizer_name].needs_bitsandbytes:
             import_bitsandbytes(f"optimizer={self.optimizer_name!r}")
 
+    def _check_reference(self) -> None:
+        if self.ref_refresh_every < 0:
+            raise ValueError(f"ref_refresh_every={self.ref_refresh_every} must not be negative: it counts steps")
+        if (self.ref_refresh_every or self.reference_device) and self.kl_coef == 0:
+            raise ValueError(
+                f"ref_refresh_every={self.ref_refresh_every}, reference_device={self.reference_device!r}: without "
+                "kl_coef there is no reference. Set kl_coef, or leave them out"
+            )
+        if self.lora is not None and self.reference_device:
+            raise ValueError(
+                f"reference_device={self.reference_device!r} with lora: the reference is the policy with its adapters "
+                "off and takes no memory. Leave it out"
+            )
+
     # -- models -------------------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
         """Load the policy, bind adapters, and make the reference where ``kl_coef`` wants one; the strategy shards."""
-        if hasattr(self, "policy"):
+        if self._configured:
             return
-        self.policy = self.fresh_model() if isinstance(self.model, str) else without_dropout(self.model)
+        self._configured = True
+        if not hasattr(self, "policy"):
+            self.policy = self.fresh_model() if isinstance(self.model, str) else without_dropout(self.model)
         if self.lora is not None:
             bind_lora(self.policy, self.lora)
             if self.kl_coef > 0:

@@ -116,6 +116,7 @@ class RLModule(ModelsModule):
             gradient_checkpointing=gradient_checkpointing,
             torch_compile=torch_compile,
             optimizer=optimizer,
+            kl_coef=kl_coef,
             reference_device=reference_device,
             ref_refresh_every=ref_refresh_every,
             trust_remote_code=trust_remote_code,
@@ -145,7 +146,7 @@ class RLModule(ModelsModule):
         self.lr, self.betas, self.weight_decay = lr, betas, weight_decay
         self.warmup_steps, self.schedule = warmup_steps, schedule
         self.clip_ratio_low, self.clip_ratio_high = clip_ratio_low, clip_ratio_high
-        self.kl_coef, self.kl_in_reward, self.entropy_coef = kl_coef, kl_in_reward, entropy_coef
+        self.kl_in_reward, self.entropy_coef = kl_in_reward, entropy_coef
         self.scale_rewards, self.aggregation, self.mask_truncated = scale_rewards, aggregation, mask_truncated
         self.correction, self.recompute_old_logprobs = correction, recompute_old_logprobs
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -19,11 +21,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
     """Return the whole of a perhaps sharded tensor (on every rank: all must call it together)."""
     if not isinstance(tensor, DTensor):
         return tensor
-    if tensor.device.type != tensor.device_mesh.device_type:  # offloaded: collectives work on the mesh's devices
-        moved = tensor.to(tensor.device_mesh.device_type)
-        assert isinstance(moved, DTensor)
-        tensor = moved
-    whole: Tensor = tensor.full_tensor()
+    sharded: Any = tensor
+    if sharded.device.type != sharded.device_mesh.device_type:  # offloaded: collectives work on the mesh's devices
+        sharded = sharded.to(sharded.device_mesh.device_type)
+    whole: Tensor = sharded.full_tensor()
     return whole
 
 

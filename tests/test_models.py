@@ -30,7 +30,9 @@ LORA = {"r": 4}
         ({"quantize": "4bit"}, "quantize='4bit' without lora"),
         ({"optimizer": "sgd"}, "optimizer='sgd' is not one of adamw,"),
         ({"reference_device": "disk"}, "reference_device='disk' is not one of"),
-        ({"ref_refresh_every": -1}, "ref_refresh_every=-1"),
+        ({"ref_refresh_every": -1, "kl_coef": 0.1}, "ref_refresh_every=-1"),
+        ({"ref_refresh_every": 5}, "ref_refresh_every=5, reference_device=None: without kl_coef"),
+        ({"reference_device": "cpu", "lora": LORA, "kl_coef": 0.1}, "reference_device='cpu' with lora"),
     ],
     ids=str,
 )

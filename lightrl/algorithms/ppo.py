@@ -27,7 +27,7 @@ class PPO(RLModule):
     + value_coef max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2) / 2``
 
     A completion's reward is its last live token's; :meth:`token_rewards` adds rewards of single tokens and, with
-    ``kl_in_reward``, each token's KL.
+    ``kl_in_reward``, each token's KL. RLModule's ``rewards`` and ``estimate`` have no part in it.
 
     Args:
         model: see :class:`lightrl.RLModule`.
@@ -62,6 +62,8 @@ class PPO(RLModule):
         **kwargs: Any,
     ) -> None:
         super().__init__(model, kl_in_reward=kl_in_reward, **kwargs)
+        if not self.scale_rewards:
+            raise ValueError("scale_rewards=False: PPO divides by no group's standard deviation; whiten is its switch")
         if critic not in ("shared", "own"):
             raise ValueError(f"critic={critic!r} must be 'shared' or 'own'")
         if critic == "own" and self.lora is not None:

@@ -250,6 +250,7 @@ def test_resume_is_exact(critic: Any, tmp_path: Path) -> None:
         {"gamma": 1.5},
         {"lam": -0.1},
         {"critic": "own", "lora": {}},
+        {"scale_rewards": False},
     ],
     ids=str,
 )
