@@ -52,7 +52,8 @@ class RLModule(StepModule):
             not saved in checkpoints: give it to ``load_from_checkpoint`` again.
         recompute_old_logprobs: where rollouts are used more than once, run the model over them before the first update;
             False saves the pass and interpolates by age (:func:`lightrl.corrections.approximate_proximal`).
-        packed: lay sequences end to end without padding; None: where the model's attention allows it.
+        packed: lay sequences end to end without padding; None: where the model's attention allows it, which is tried
+            out at the first use.
         share_prefix: where sequences are packed, what those of a group begin with (the prompt) passes through the model
             once in each micro-batch.
         trust_remote_code: run code that comes with the model.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lightrl.attention import packed_rows, takes_packed_rows
 from lightrl.balance import Packer
 from lightrl.logprobs import chunked_token_logprobs, entropy, token_logprobs
+from lightrl.packing_check import packs_right
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -117,7 +118,8 @@ class PolicyForward:
     those whose head is more than one matrix (an adapter on it).
 
     Args:
-        packed: lay sequences end to end (None: where the model's attention allows it) or pad them.
+        packed: lay sequences end to end or pad them; None: pack where the model says that its attention allows it and a
+            trial at the first use agrees (:func:`lightrl.packing_check.packs_right`).
         share_prefix: a prefix that rollouts share passes through the model once, where they are packed.
     """
 
@@ -137,9 +139,13 @@ class PolicyForward:
             if result is not None:
                 return result
             self._head_is_last = False
-        logits = _at(self._run(model, micro).logits, self._index(model, micro))
+        logits = self.logits(model, micro)
         logprobs = token_logprobs(logits, micro.targets, micro.temperature)
         return logprobs, entropy(logits if entropy_grad else logits.detach(), micro.temperature)
+
+    def logits(self, model: PreTrainedModel, micro: MicroBatch) -> Tensor:
+        """Return the logits of each completion token, [N, V], as the model gives them."""
+        return _at(self._run(model, micro).logits, self._index(model, micro))
 
     def _fused(self, model: PreTrainedModel, micro: MicroBatch, entropy_grad: bool) -> tuple[Tensor, Tensor] | None:
         head: Any = model.get_output_embeddings()
@@ -201,7 +207,9 @@ class PolicyForward:
 
     def _is_packed(self, model: PreTrainedModel) -> bool:
         if self.packed is None:
-            self.packed = takes_packed_rows(model)
+            self.packed = takes_packed_rows(model) and packs_right(
+                model, PolicyForward(False), PolicyForward(True, self.share_prefix)
+            )
         return self.packed
 
 
