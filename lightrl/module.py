@@ -13,6 +13,7 @@ from torch import Tensor
 from lightrl import advantages as estimators
 from lightrl import kl
 from lightrl.corrections import Correction, approximate_proximal
+from lightrl.finite import check_rewarded_logprobs
 from lightrl.losses import MODES, Terms, aggregate, clipped_policy_terms
 from lightrl.optim import SCHEDULES
 from lightrl.packing import MicroBatch
@@ -166,12 +167,8 @@ class RLModule(StepModule):
         """Return what advantages are made of, [R]: rewards, less the KL with ``kl_in_reward``; NaN where unscored."""
         rewards = torch.tensor([float("nan") if r.reward is None else r.reward for r in batch], dtype=torch.float64)
         if self.kl_in_reward and self.kl_coef > 0:
-            kls = [
-                float(kl.k1(r.old_logprobs, r.ref_logprobs, loss_mask=r.loss_mask).sum())
-                for r in batch
-                if r.ref_logprobs is not None
-            ]
-            rewards -= self.kl_coef * torch.tensor(kls, dtype=torch.float64)
+            check_rewarded_logprobs(batch.rollouts, self.global_step)
+            rewards -= self.kl_coef * torch.tensor([_kl(r) for r in batch], dtype=torch.float64)
         return rewards
 
     def estimate(self, rewards: Tensor, group_ids: Tensor, batch: RolloutBatch) -> Tensor:
@@ -259,3 +256,9 @@ class RLModule(StepModule):
                 pieces = logprobs.split([len(r.completion_ids) for r in part])
                 for rollout, piece in zip(part, pieces, strict=True):
                     setattr(rollout, name, piece.clone())
+
+
+def _kl(rollout: Rollout) -> float:
+    if rollout.ref_logprobs is None:
+        raise ValueError("kl_in_reward needs ref_logprobs on every rollout: RLModule.score writes them")
+    return float(kl.k1(rollout.old_logprobs, rollout.ref_logprobs, loss_mask=rollout.loss_mask).sum())
