@@ -81,15 +81,20 @@ class StepModule(LightningModule):
         strategy: Any = self.trainer.strategy
         if hasattr(strategy, "sync_gradients"):
             strategy.sync_gradients(last)
-        logprobs, entropy = self.policy_forward(self.policy, micro, entropy_grad=self.entropy_coef > 0)
-        loss, metrics = self.loss(micro, logprobs)
-        if self.entropy_coef > 0:
-            loss = loss - self.entropy_coef * self.aggregate(entropy, micro)
+        loss, metrics, logprobs, entropy = self.full_loss(micro)
         check.note(micro, logprobs.detach(), loss.detach(), meter)
         meter.add_all(metrics, micro.loss_mask)
         meter.add("train/entropy", entropy, mask=micro.loss_mask)
         self._measure(micro, logprobs.detach(), meter)
         return loss * self.trainer.world_size  # data parallelism averages gradients over ranks
+
+    def full_loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor | float], Tensor, Tensor]:
+        """Return what a micro-batch adds to the step's loss, entropy bonus included; metrics, logprobs and entropy."""
+        logprobs, entropy = self.policy_forward(self.policy, micro, entropy_grad=self.entropy_coef > 0)
+        loss, metrics = self.loss(micro, logprobs)
+        if self.entropy_coef > 0:
+            loss = loss - self.entropy_coef * self.aggregate(entropy, micro)
+        return loss, metrics, logprobs, entropy
 
     def _measure(self, micro: MicroBatch, logprobs: Tensor, meter: Meter) -> None:
         live, old = micro.loss_mask, logprobs if micro.old_logprobs is None else micro.old_logprobs
