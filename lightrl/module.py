@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightrl import advantages as estimators
 from lightrl import kl
+from lightrl.arguments import check_betas, check_choice, check_correction, check_count, check_numbers
 from lightrl.corrections import Correction, approximate_proximal
 from lightrl.finite import check_rewarded_logprobs
 from lightrl.losses import MODES, Terms, aggregate, clipped_policy_terms
@@ -95,24 +96,15 @@ class RLModule(StepModule):
         model = str(model) if isinstance(model, Path) else model
         ignored = ["correction"] if isinstance(model, str) else ["correction", "model"]
         self.save_hyperparameters(ignore=ignored, logger=False)
-        if aggregation not in MODES:
-            raise ValueError(f"aggregation={aggregation!r} is not one of {', '.join(MODES)}")
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule={schedule!r} is not one of {', '.join(SCHEDULES)}")
-        not_negative = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "warmup_steps": warmup_steps,
-            "clip_ratio_low": clip_ratio_low,
-            "clip_ratio_high": clip_ratio_high,
-            "kl_coef": kl_coef,
-            "entropy_coef": entropy_coef,
-        }
-        for name, value in not_negative.items():
-            if not value >= 0:
-                raise ValueError(f"{name}={value} must not be negative")
-        if not clip_ratio_low < 1 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"clip_ratio_low={clip_ratio_low} and each of betas={betas} must be 0 or more and below 1")
+        check_choice("aggregation", aggregation, MODES)
+        check_choice("schedule", schedule, SCHEDULES)
+        check_count("warmup_steps", warmup_steps)
+        check_betas(betas)
+        check_numbers(lr=lr, weight_decay=weight_decay, kl_coef=kl_coef, entropy_coef=entropy_coef)
+        check_numbers(1.0, clip_ratio_low=clip_ratio_low)
+        if clip_ratio_high != float("inf"):  # which is no clip
+            check_numbers(clip_ratio_high=clip_ratio_high)
+        check_correction(correction)
         object.__setattr__(self, "model", model)  # not a submodule: as such it would be saved beside the policy
         self.lr, self.betas, self.weight_decay = lr, betas, weight_decay
         self.warmup_steps, self.schedule = warmup_steps, schedule

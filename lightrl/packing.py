@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
@@ -107,7 +108,7 @@ def pack(
 
     Args:
         rollouts: at least one; each with at least one prompt token and one completion token.
-        temperature: sampling temperature.
+        temperature: sampling temperature, above 0.
         denominator: see :class:`MicroBatch`.
         share_prefix: lay down once what rollouts with one ``group_id`` begin with; for models that take packed rows.
 
@@ -115,8 +116,12 @@ def pack(
         A micro-batch on the CPU. ``old_logprobs`` and ``ref_logprobs`` are there if every rollout has been scored.
 
     Raises:
-        ValueError: a prompt or a completion is empty.
+        ValueError: there are no rollouts, a prompt or a completion is empty, or the temperature is not above 0.
     """
+    if not rollouts:
+        raise ValueError("pack([]): a micro-batch needs a rollout; lightrl.packing.idle_rollout() counts for nothing")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be above 0: pass the one that the rollouts were sampled at")
     for r in rollouts:
         if not r.prompt_ids or not r.completion_ids:
             raise ValueError(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightrl import kl
+from lightrl.arguments import check_loss
 from lightrl.corrections import Correction
 from lightrl.distributed import all_max, all_sum
 from lightrl.finite import FiniteCheck
@@ -91,7 +92,7 @@ class StepModule(LightningModule):
     def full_loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor | float], Tensor, Tensor]:
         """Return what a micro-batch adds to the step's loss, entropy bonus included; metrics, logprobs and entropy."""
         logprobs, entropy = self.policy_forward(self.policy, micro, entropy_grad=self.entropy_coef > 0)
-        loss, metrics = self.loss(micro, logprobs)
+        loss, metrics = check_loss(type(self).__name__, self.loss(micro, logprobs))
         if self.entropy_coef > 0:
             loss = loss - self.entropy_coef * self.aggregate(entropy, micro)
         return loss, metrics, logprobs, entropy

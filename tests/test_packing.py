@@ -128,3 +128,14 @@ def test_to_moves_every_tensor_and_nothing_else() -> None:
     assert len(tensors) == 9
     assert all(t.is_meta for t in tensors)
     assert (micro.temperature, micro.denominator, len(micro.lengths)) == (0.5, 7.0, 2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_temperature_that_has_no_logprobs_is_named(temperature: float) -> None:
+    with pytest.raises(ValueError, match=f"temperature={temperature} must be above 0"):
+        pack(random_rollouts(2), temperature=temperature)
+
+
+def test_nothing_to_pack_is_named() -> None:
+    with pytest.raises(ValueError, match=r"pack\(\[\]\): .*idle_rollout"):
+        pack([], temperature=1.0)
