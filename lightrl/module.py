@@ -151,8 +151,14 @@ class RLModule(StepModule):
     def advantages(self, batch: RolloutBatch) -> None:
         """Set ``advantage`` on every rollout of ``batch``. All ranks call it together."""
         groups = torch.tensor([r.group_id for r in batch], dtype=torch.int64)
-        found = self.estimate(self.rewards(batch), groups, batch).tolist()
-        for rollout, advantage in zip(batch, found, strict=True):
+        found = self.estimate(self.rewards(batch), groups, batch)
+        if not isinstance(found, Tensor) or found.shape != groups.shape:
+            got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise ValueError(
+                f"{type(self).__name__}.estimate returned {got}: it must be a tensor of shape [{len(groups)}], one "
+                "advantage for each rollout in the order of the rewards (override advantages() for one for each token)"
+            )
+        for rollout, advantage in zip(batch, found.tolist(), strict=True):
             rollout.advantage = advantage
 
     def rewards(self, batch: RolloutBatch) -> Tensor:

@@ -102,6 +102,29 @@ def test_a_loss_that_returns_something_else_is_told_what_to_return(found: Any, n
         module.full_loss(micro)
 
 
+class WrongAdvantages(RLModule):
+    found: Any
+
+    def estimate(self, rewards: Tensor, group_ids: Tensor, batch: RolloutBatch) -> Any:
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("found", "named"),
+    [
+        (torch.zeros(3), r"shape \[3\]"),
+        (torch.zeros(()), r"shape \[\]"),
+        (torch.zeros(4, 2), r"shape \[4, 2\]"),
+        ([0.0] * 4, "a list"),
+    ],
+)
+def test_advantages_of_another_shape_are_told_the_right_one(found: Any, named: str) -> None:
+    module = WrongAdvantages("no/such/model")
+    module.found = found
+    with pytest.raises(ValueError, match=rf"WrongAdvantages.estimate returned {named}: .* shape \[4\], one advantage"):
+        module.advantages(with_rewards([1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1]))
+
+
 def batch_of(rollouts: list[Rollout], temperature: float = 1.0) -> RolloutBatch:
     groups = [[r for r in rollouts if r.group_id == g] for g in sorted({r.group_id for r in rollouts})]
     return RolloutBatch([RolloutGroup(Prompt([1]), g) for g in groups], temperature=temperature)

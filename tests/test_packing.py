@@ -139,3 +139,31 @@ def test_a_temperature_that_has_no_logprobs_is_named(temperature: float) -> None
 def test_nothing_to_pack_is_named() -> None:
     with pytest.raises(ValueError, match=r"pack\(\[\]\): .*idle_rollout"):
         pack([], temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    "name", ["rollout_logprobs", "loss_mask", "scored_logprobs", "ref_logprobs", "advantage", "policy_versions"]
+)
+@pytest.mark.parametrize("off", [[1, -1], [0, 1], [0, -1]])
+def test_one_entry_for_each_completion_token(name: str, off: list[int]) -> None:
+    """One too many in one rollout and one too few in the next would go unnoticed, shifted against each other."""
+    rollouts = [rollout([5, 6], [7, 8, 9]), rollout([5], [3, 4])]
+    good = [torch.ones(len(r.completion_ids), dtype=torch.bool) for r in rollouts]
+    for r, values in zip(rollouts, good, strict=True):
+        setattr(r, name, values)
+    assert len(pack(rollouts, temperature=1.0).targets) == 5
+    for r, d in zip(rollouts, off, strict=True):
+        setattr(r, name, torch.ones(len(r.completion_ids) + d, dtype=torch.bool))
+    wrong = 0 if off[0] else 1
+    found, right = (len(x) for x in (getattr(rollouts[wrong], name), rollouts[wrong].completion_ids))
+    message = rf"{name} of a rollout has shape \[{found}\], but its completion has {right} tokens: .*\[{right}\]"
+    with pytest.raises(ValueError, match=message):
+        pack(rollouts, temperature=1.0)
+
+
+def test_an_advantage_is_a_number_or_one_for_each_token() -> None:
+    for advantage in (2.0, torch.tensor(2.0), torch.full((3,), 2.0)):
+        assert pack([rollout([5], [7, 8, 9], advantage=advantage)], temperature=1.0).advantages.tolist() == [2.0] * 3
+    for wrong in (torch.ones(1), torch.ones(3, 1)):
+        with pytest.raises(ValueError, match=r"advantage of a rollout has shape .* or a single number"):
+            pack([rollout([5], [7, 8, 9], advantage=wrong)], temperature=1.0)
