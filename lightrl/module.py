@@ -136,7 +136,7 @@ class RLModule(StepModule):
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Return the policy's logprobs, float32 [N], of a micro-batch's completion tokens."""
-        return self.policy_forward(self.policy, micro)[0]
+        return self.policy_forward(self.policy, micro, with_entropy=False)[0]
 
     # -- advantages ---------------------------------------------------------------------------------------------------
 
@@ -224,9 +224,7 @@ class RLModule(StepModule):
 
     def aggregate(self, terms: Tensor, batch: MicroBatch) -> Tensor:
         """Add up per-token loss terms [N] of live tokens over the step's denominator, as ``aggregation`` says."""
-        return aggregate(
-            terms, batch.loss_mask, batch.denominator, mode=self.aggregation, sequence_ids=batch.sequence_ids
-        )
+        return aggregate(terms, denominator=batch.denominator, mode=self.aggregation, **batch.by_sequence())
 
     def denominator(self, num_tokens: int, num_rollouts: int, max_completion_tokens: int) -> float:
         """What the step's summed loss terms are divided by: counts are over all ranks; 1 where nothing is live."""
@@ -250,7 +248,7 @@ class RLModule(StepModule):
         for part in packer.plan(batch.rollouts, max_tokens):
             micro = packer.pack(part, temperature=batch.temperature).to(self.device)
             for name, model in models:
-                logprobs = self.policy_forward(model, micro)[0].cpu()
+                logprobs = self.policy_forward(model, micro, with_entropy=False)[0].cpu()
                 pieces = logprobs.split([len(r.completion_ids) for r in part])
                 for rollout, piece in zip(part, pieces, strict=True):
                     setattr(rollout, name, piece.clone())

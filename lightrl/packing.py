@@ -78,6 +78,14 @@ class MicroBatch:
         shared = set(self.prefixes)
         return [[spans[p], spans[i]] if p >= 0 else [spans[i]] for i, p in enumerate(self.prefixes) if i not in shared]
 
+    def by_sequence(self) -> dict[str, Any]:
+        """Return what functions of whole sequences want to know, by argument name.
+
+        ``num_sequences`` is counted on the host, in pieces that no other continues: a GPU need not be asked.
+        """
+        count = len(self.lengths) - len({p for p in self.prefixes if p >= 0})
+        return {"sequence_ids": self.sequence_ids, "loss_mask": self.loss_mask, "num_sequences": count}
+
     @property
     def num_tokens(self) -> int:
         """Tokens of all sequences, a shared prefix counted for each that has it."""

@@ -128,26 +128,28 @@ class PolicyForward:
         self._head_is_last = True
 
     def __call__(
-        self, model: PreTrainedModel, micro: MicroBatch, *, entropy_grad: bool = False
+        self, model: PreTrainedModel, micro: MicroBatch, *, entropy_grad: bool = False, with_entropy: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Return (logprobs [N], entropy [N]) in float32 at the sampling temperature.
 
-        The entropy has gradient only where ``entropy_grad`` asks for it.
+        The entropy has gradient only where ``entropy_grad`` asks for it, and is zeros without ``with_entropy``.
         """
         if self._head_is_last:
-            result = self._fused(model, micro, entropy_grad)
+            result = self._fused(model, micro, entropy_grad=entropy_grad, with_entropy=with_entropy)
             if result is not None:
                 return result
             self._head_is_last = False
         logits = self.logits(model, micro)
         logprobs = token_logprobs(logits, micro.targets, micro.temperature)
+        if not with_entropy:
+            return logprobs, torch.zeros_like(logprobs)
         return logprobs, entropy(logits if entropy_grad else logits.detach(), micro.temperature)
 
     def logits(self, model: PreTrainedModel, micro: MicroBatch) -> Tensor:
         """Return the logits of each completion token, [N, V], as the model gives them."""
         return _at(self._run(model, micro).logits, self._index(model, micro))
 
-    def _fused(self, model: PreTrainedModel, micro: MicroBatch, entropy_grad: bool) -> tuple[Tensor, Tensor] | None:
+    def _fused(self, model: PreTrainedModel, micro: MicroBatch, **entropy: bool) -> tuple[Tensor, Tensor] | None:
         head: Any = model.get_output_embeddings()
         if not _is_one_product(head):
             return None
@@ -163,7 +165,7 @@ class PolicyForward:
                     micro.targets,
                     bias=head.bias,
                     temperature=micro.temperature,
-                    entropy_grad=entropy_grad,
+                    **entropy,
                 )
             )
             return found[0]

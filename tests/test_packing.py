@@ -7,9 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightrl.algorithms import GSPO
 from lightrl.balance import Packer
+from lightrl.corrections import GeometricMean, TruncatedSequence
 from lightrl.packing import idle_rollout, live_tokens, pack, shuffled_parts
-from lightrl.types import Rollout
+from lightrl.rollout_state import rollouts_from_state, rollouts_to_state
+from lightrl.types import Prompt, Rollout, RolloutBatch, RolloutGroup
 from tests.helpers.tiny import random_rollouts
 
 
@@ -167,3 +170,32 @@ def test_an_advantage_is_a_number_or_one_for_each_token() -> None:
     for wrong in (torch.ones(1), torch.ones(3, 1)):
         with pytest.raises(ValueError, match=r"advantage of a rollout has shape .* or a single number"):
             pack([rollout([5], [7, 8, 9], advantage=wrong)], temperature=1.0)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_sequences_are_counted_without_asking_the_device(share: bool) -> None:
+    """Tensors on "meta" have no values to look at: a GPU would be waited for just there."""
+    micro = pack(random_rollouts(7, members=3), temperature=1.0, share_prefix=share)
+    assert micro.by_sequence()["num_sequences"] == len(micro.sequences()) == 7
+    micro.old_logprobs = micro.rollout_logprobs
+    there = micro.to("meta")
+    logprobs = there.rollout_logprobs
+    gspo = GSPO("no/such/model")
+    assert gspo.aggregate(gspo.policy_terms(there, logprobs, logprobs)[0], there).is_meta
+    for correction in (TruncatedSequence(), GeometricMean()):
+        assert correction(there, logprobs)[0].is_meta
+
+
+def test_a_batch_in_a_checkpoint_keeps_all_but_what_rewards_have_seen() -> None:
+    groups = [RolloutGroup(Prompt([5, 6], index=3), random_rollouts(2))]
+    batch = RolloutBatch(groups, policy_version=4, temperature=0.7, max_completion_tokens=99)
+    state = rollouts_to_state(batch)
+    again = rollouts_from_state(state)
+    assert again is not None
+    assert (again.policy_version, again.temperature, again.max_completion_tokens) == (4, 0.7, 99)
+    assert [r.completion_ids for r in again] == [r.completion_ids for r in batch]
+    assert state is not None
+    del state["max_completion_tokens"]  # as an older version wrote it
+    older = rollouts_from_state(state)
+    assert older is not None
+    assert older.max_completion_tokens == 0
