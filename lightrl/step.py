@@ -25,6 +25,8 @@ from lightrl.types import Rollout, RolloutBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_LIVE = "live tokens by micro-batch"
+
 
 class StepModule(LightningModule):
     """Trains ``policy`` on a ``loss`` that a subclass defines (see :class:`lightrl.RLModule`)."""
@@ -44,6 +46,7 @@ class StepModule(LightningModule):
         self.val_metrics = torch.nn.ModuleDict({"reward": MeanMetric(), "pass@1": MeanMetric()})
         self._reference: list[PreTrainedModel] = []  # in a list: neither saved nor moved nor trained as a submodule
         self._step_started = self._batch_started = time.perf_counter()
+        self._anything_live = True
 
     @property
     def reference(self) -> PreTrainedModel | None:
@@ -83,6 +86,7 @@ class StepModule(LightningModule):
         if hasattr(strategy, "sync_gradients"):
             strategy.sync_gradients(last)
         loss, metrics, logprobs, entropy = self.full_loss(micro)
+        meter.add_sum(_LIVE, micro.loss_mask.sum(), 1.0)
         check.note(micro, logprobs.detach(), loss.detach(), meter)
         meter.add_all(metrics, micro.loss_mask)
         meter.add("train/entropy", entropy, mask=micro.loss_mask)
@@ -118,6 +122,7 @@ class StepModule(LightningModule):
         for name, (total, count) in batch.measured.items():
             meter.add_sum(name, total, count)
         means = meter.means(all_sum, all_max)
+        self._anything_live = means.pop(_LIVE) > 0
         check.raise_if_noted(means, batch.rollouts, self.trainer.global_step)
         if "mismatch/ratio_squared" in means:  # (sum w)^2 / (n sum w^2) over the whole step
             means["mismatch/effective_sample_size"] = means["mismatch/ratio"] ** 2 / means.pop("mismatch/ratio_squared")
@@ -140,7 +145,14 @@ class StepModule(LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip as the Trainer says, and log ``train/grad_norm``: the norm before clipping, over all ranks."""
+        """Clip as the Trainer says, and log ``train/grad_norm``: the norm before clipping, over all ranks.
+
+        A step without a live token on any rank changes nothing: torch's optimizers skip parameters whose gradient is
+        None, while one of zeros would let momentum and weight decay move them. It counts in ``global_step``.
+        """
+        if not self._anything_live:
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                p.grad = None
         grads = [p.grad for p in self.policy.parameters() if p.grad is not None]
         norm: Any = torch.nn.utils.get_total_norm(grads)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm

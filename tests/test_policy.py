@@ -155,14 +155,31 @@ def test_b11_on_policy_ratio_is_one(cuts: int) -> None:
         assert not clipped.any()
 
 
+@torch.no_grad()
+def score_in(model: PreTrainedModel, parts: list[list[Rollout]]) -> None:
+    """Write the logprobs of before the first update on the rollouts, computed in these micro-batches."""
+    for part in parts:
+        found = PolicyForward()(model, pack(part, temperature=1.0), with_entropy=False)[0]
+        for r, piece in zip(part, found.split([len(r.completion_ids) for r in part]), strict=True):
+            r.scored_logprobs = piece
+
+
 @pytest.mark.parametrize("cuts", [1, 4])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_b13_on_policy_ratio_is_exactly_one_in_bfloat16(cuts: int, autocast: bool) -> None:
+def test_b13_scored_in_the_same_micro_batches_the_ratio_is_exactly_one_in_bfloat16(cuts: int, autocast: bool) -> None:
+    """With gradient or without, with entropy or without. In others it is not: RLModule's first update scores none."""
     model = tiny_model() if autocast else tiny_model().to(torch.bfloat16)
+    rollouts = random_rollouts(12, longest=40)
+    for r in rollouts:
+        r.advantage = 1.0
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        for off, clipped in on_policy_metrics(model, Packer().split(hand_made_rollouts(), cuts)):
+        parts = Packer().split(rollouts, cuts)
+        score_in(model, parts)
+        for off, clipped in on_policy_metrics(model, parts):
             assert off == 0
             assert not clipped.any()
+        score_in(model, Packer().split(rollouts, 5 - cuts))
+        assert any(off != 0 for off, _ in on_policy_metrics(model, parts)), "the comparison sees no rounding"
 
 
 @pytest.mark.parametrize("packed", [True, False])

@@ -1,5 +1,6 @@
 """Two gloo ranks: engines in tensor-parallel groups, ranks that fail, and the demo's task."""
 
+import os
 import subprocess
 import sys
 import time
@@ -14,8 +15,11 @@ from lightning.pytorch.callbacks import Callback, EarlyStopping
 
 from examples.tiny.task import reward, write_task
 from lightrl import RLModule, RolloutDataModule
+from lightrl.datamodule import SizedLoader
 from lightrl.distributed import rank
+from lightrl.packing import StepBatch, pack
 from lightrl.strategies import ColocatedHFStrategy, ColocatedVLLMStrategy
+from lightrl.types import Prompt, Rollout, RolloutBatch, RolloutGroup
 from tests.helpers.fits import BAR, Witness, ids_of, quiet_trainer, sampling, tiny_data, whole_weights, with_engine
 from tests.helpers.tiny import tiny_model, tiny_prompts
 
@@ -231,6 +235,54 @@ def test_b45_a_rank_with_nothing_to_train_on_takes_part(tmp_path: Path) -> None:
         assert not torch.equal(tensor, start[name])
 
 
+def nan_main(folder: str) -> None:
+    """One logprob of rank 1 is NaN in the second step; before it, one in the KL of a reward is."""
+    made: dict[str, Any] = {}
+    module = RLModule(tiny_model(), lr=0.01)
+    steps = [nan_step(bad=False), nan_step(bad=rank_to_be() == 1)]
+    try:
+        quiet_trainer(ColocatedHFStrategy(), devices=2, max_steps=2).fit(module, SizedLoader(2, lambda i: steps[i]))
+    except RuntimeError as error:
+        made["loss"] = str(error)
+    made["weights"] = whole_weights(module)
+    rewarded = RLModule(tiny_model(), kl_coef=0.1, kl_in_reward=True)
+    try:
+        rewarded.rewards(RolloutBatch([RolloutGroup(Prompt([3]), steps[1].rollouts)]))
+    except RuntimeError as error:
+        made["reward"] = str(error)
+    keep(folder, made)
+
+
+def rank_to_be() -> int:
+    """This process's rank, before Lightning has made the process group."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def nan_step(bad: bool) -> StepBatch:
+    rollouts = [Rollout([3], [4, 5, i], torch.zeros(3), reward=1.0, advantage=1.0) for i in (5, 6)]
+    for r in rollouts:
+        r.ref_logprobs = torch.zeros(3)
+    if bad:
+        rollouts[1].rollout_logprobs = torch.tensor([0.0, float("nan"), 0.0])
+    return StepBatch([pack(rollouts, temperature=1.0, denominator=12.0)], 0, rollouts)
+
+
+def test_a_fault_of_one_rank_is_named_there_and_ends_both(tmp_path: Path) -> None:
+    run("nan", tmp_path, timeout=240)
+    first, second = of_each_rank(tmp_path)
+    where = "logprobs is nan at completion token 1 of rollout 1 (token ids 3, 4, 5, 6)"
+    for place, tensor in (("loss", "rollout"), ("reward", "old")):
+        assert "another rank names the rollout" in first[place]
+        assert f"{tensor}_{where}" in second[place]
+    assert "step 1: " in first["loss"]
+    assert "step 1: " in second["loss"]
+    start = dict(tiny_model().named_parameters())
+    for name, tensor in first["weights"].items():
+        assert torch.equal(tensor, second["weights"][name])
+        assert torch.isfinite(tensor).all()
+        assert not torch.equal(tensor, start[name])  # by the first step
+
+
 # -- the demo's task --------------------------------------------------------------------------------------------------
 
 
@@ -264,5 +316,5 @@ def test_two_ranks_learn_the_demos_task(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    programs = {"strategies": strategies_main, "boom": boom_main, "idle": idle_main, "demo": demo_main}
+    programs = {"strategies": strategies_main, "boom": boom_main, "idle": idle_main, "nan": nan_main, "demo": demo_main}
     programs[sys.argv[1]](*sys.argv[2:])
