@@ -14,9 +14,10 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 
 from examples.tiny.task import reward, write_task
-from lightrl import RLModule, RolloutDataModule
+from lightrl import RLModule, RolloutDataModule, stream
 from lightrl.datamodule import SizedLoader
 from lightrl.distributed import rank
+from lightrl.moves import even_out
 from lightrl.packing import StepBatch, pack
 from lightrl.strategies import ColocatedHFStrategy, ColocatedVLLMStrategy
 from lightrl.types import Prompt, Rollout, RolloutBatch, RolloutGroup
@@ -219,7 +220,9 @@ def idle_main(folder: str) -> None:
 
     trainer = quiet_trainer(ColocatedHFStrategy(), devices=2, max_steps=3)
     module = RLModule(tiny_model(), lr=0.01)
-    trainer.fit(module, tiny_data(tiny_prompts(12), reward=score, max_tokens_per_micro_batch=20))
+    # One prompt on each rank: there is no group that it would help to move.
+    data = tiny_data(tiny_prompts(12), reward=score, prompts_per_step=2, max_tokens_per_micro_batch=20)
+    trainer.fit(module, data)
     keep(folder, (trainer.global_step, whole_weights(module), float(trainer.callback_metrics["train/loss"])))
 
 
@@ -233,6 +236,35 @@ def test_b45_a_rank_with_nothing_to_train_on_takes_part(tmp_path: Path) -> None:
         assert torch.equal(tensor, other_weights[name])
         assert torch.isfinite(tensor).all()
         assert not torch.equal(tensor, start[name])
+
+
+def moves_main(folder: str) -> None:
+    """Nothing that rank 0 samples gets a reward; some of what rank 1 samples is trained on there, or is not."""
+
+    def score(completion: str, ground_truth: Any) -> float | None:
+        return None if rank() == 0 else float(len(completion))
+
+    made = []
+    for work in (even_out, lambda groups, cost: groups):
+        stream.even_out = work
+        module, samples = SGDModule(tiny_model(), kl_coef=0.1), Samples()
+        data = tiny_data(tiny_prompts(16), reward=score, prompts_per_step=8, deterministic=True)
+        quiet_trainer(ColocatedHFStrategy(), devices=2, max_steps=2, callbacks=[samples]).fit(module, data)
+        made.append((samples.ids, whole_weights(module)))
+    keep(folder, made)
+
+
+def test_groups_move_to_the_rank_with_less_to_do_and_the_update_stays_the_same(tmp_path: Path) -> None:
+    run("moves", tmp_path, timeout=240)
+    (first, dealt), (second, sampled) = of_each_rank(tmp_path)
+    assert [len(ids) for ids in dealt[0]] == [0, 0]
+    assert [len(ids) for ids in sampled[0]] == [12, 12]
+    assert all(6 >= len(ids) >= 3 for ids in first[0])
+    for moved, others, here in zip(first[0], second[0], sampled[0], strict=True):
+        assert sorted(moved + others) == sorted(here)
+    for name, right in sampled[1].items():
+        assert torch.equal(first[1][name], second[1][name])
+        torch.testing.assert_close(first[1][name], right, rtol=0, atol=1e-5)
 
 
 def nan_main(folder: str) -> None:
@@ -316,5 +348,12 @@ def test_two_ranks_learn_the_demos_task(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    programs = {"strategies": strategies_main, "boom": boom_main, "idle": idle_main, "nan": nan_main, "demo": demo_main}
+    programs = {
+        "strategies": strategies_main,
+        "boom": boom_main,
+        "idle": idle_main,
+        "moves": moves_main,
+        "nan": nan_main,
+        "demo": demo_main,
+    }
     programs[sys.argv[1]](*sys.argv[2:])
