@@ -292,5 +292,4 @@ class GeometricMean(MaskedToken):
 
     def __call__(self, batch: MicroBatch, old: Tensor) -> Terms:
         """Return weights and metrics, [N]."""
-        band = {"low": self.low, "high": self.high}
-        return geometric_mean_weights(old, batch.rollout_logprobs, **band, **batch.by_sequence())
+        return geometric_mean_weights(old, batch.rollout_logprobs, low=self.low, high=self.high, **batch.by_sequence())
