@@ -173,6 +173,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence of a packed row, shared prefix included: transformers' attention interface.
@@ -182,21 +183,26 @@ def packed_attention(
         query: [1, heads, T, head size].
         key: [1, key heads, T, head size].
         value: like ``key``.
-        attention_mask: unused: ``layout`` says all.
+        attention_mask: None: ``layout`` says all.
         layout: borders of the sequences.
         scaling: factor on the scores; None: 1 / sqrt(head size).
         sliding_window: look at most this many tokens back, the token itself included.
         softcap: refused.
         s_aux: refused.
+        position_bias: refused.
 
     Returns:
         [1, T, heads, head size] and None (no attention weights).
 
     Raises:
-        ValueError: the layer soft-caps its scores or has attention sinks, which the kernels here cannot do.
+        ValueError: the layer soft-caps its scores, has attention sinks or makes a mask or bias of its own, none of
+            which the kernels here can do.
     """
-    if softcap is not None or s_aux is not None:
-        raise ValueError("packed attention has no soft-capping or sinks; set RLModule(..., packed=False)")
+    if any(x is not None for x in (softcap, s_aux, position_bias, attention_mask)):
+        raise ValueError(
+            f"packed attention has no soft-capping, sinks, biases or masks such as {type(module).__name__}'s; set "
+            "RLModule(..., packed=False)"
+        )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
     fast = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
@@ -210,13 +216,47 @@ def _outside_graphs() -> Callable[..., Any]:
     return cast(Callable[..., Any], torch.compiler.disable(packed_attention))
 
 
+@dataclass(frozen=True, slots=True)
+class _HeedsLayout:
+    """An attention function of transformers that leaves calls with ``layout=`` to packed attention."""
+
+    plain: Callable[..., Any]
+
+    def __call__(self, module: torch.nn.Module, *inputs: Any, **options: Any) -> Any:
+        attend = self.plain if options.get("layout") is None else _outside_graphs()
+        return attend(module, *inputs, **options)
+
+
+def _make_heed_layout(name: str) -> None:
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function = ALL_ATTENTION_FUNCTIONS[name]
+    if not isinstance(function, _HeedsLayout):
+        AttentionInterface.register(name, _HeedsLayout(function))
+
+
 @contextmanager
 def packed_rows(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block ``model`` takes packed rows: its forward wants ``layout=`` and ``position_ids=``."""
+    """Inside the block ``model`` takes packed rows: its forward wants ``layout=`` and ``position_ids=``.
+
+    Activation checkpointing runs layers again in the backward, when the block is left and the model has its own
+    implementation back, with the ``layout`` of the forward: so that implementation is made to heed a layout as well.
+    (It could not stay in place inside the block: transformers makes a T x T mask for names that it knows.) Eager
+    attention is a function of each model's own and cannot be made to: such a model leaves the block with sdpa.
+
+    Raises:
+        ValueError: the model has eager attention only.
+    """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, _outside_graphs())
     before = model.config._attn_implementation
+    if before in (None, "eager"):
+        if not model._supports_sdpa:
+            raise ValueError(f"{type(model).__name__} has eager attention only: set RLModule(..., packed=False)")
+        before = "sdpa"
+    AttentionInterface.register(NAME, _outside_graphs())
+    _make_heed_layout(before)
     model.config._attn_implementation = NAME
     try:
         yield
@@ -240,4 +280,5 @@ def takes_packed_rows(model: PreTrainedModel) -> bool:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     plain = not getattr(config, "attn_logit_softcapping", None) and not hasattr(config, "swiglu_limit")
     plain = plain and not any(isinstance(m, torch.nn.Conv1d) for m in model.modules())  # mixes neighbouring tokens
-    return bool(model._supports_attention_backend) and plain and kinds <= {"full_attention", "sliding_attention"}
+    interface = model._supports_attention_backend and model._supports_sdpa
+    return bool(interface) and plain and kinds <= {"full_attention", "sliding_attention"}

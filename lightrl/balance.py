@@ -1,6 +1,6 @@
 """Which rollouts go into which micro-batch: within the token budget, members of a group together, of about equal cost.
 
-Ranks are balanced by dealing prompts round-robin, not by moving rollouts: each rank trains on what it sampled.
+Ranks are balanced before, by moving whole groups between them: see :mod:`lightrl.moves`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,10 @@ class Packer:
         have a short window is not counted.
         """
         return length + length**2 / (12 * self.hidden_size)
+
+    def load(self, rollouts: list[Rollout]) -> float:
+        """Cost of all of them together, what groups share counted once."""
+        return sum(u.cost for u in self._units(rollouts, math.inf))
 
     def _units(self, rollouts: list[Rollout], max_tokens: float) -> list[_Unit]:
         groups = by_group(rollouts) if self.share_prefix else [([i], 0) for i in range(len(rollouts))]

@@ -64,6 +64,7 @@ def truncated_sequence_weights(
     *,
     cap: float = 2.0,
     loss_mask: Tensor | None = None,
+    num_sequences: int | None = None,
 ) -> Terms:
     """``min(prod over its live tokens of pi_old / pi_rollout, cap)``: one weight a sequence, unbiased but for the cap.
 
@@ -73,6 +74,7 @@ def truncated_sequence_weights(
         sequence_ids: int64 [N], 0..S-1.
         cap: Largest weight, > 0.
         loss_mask: bool [N], or None for all live.
+        num_sequences: S, where it is known: a GPU is then not waited for.
 
     Returns:
         Weights [N]; metrics ``ratio`` and, 0 or 1, ``truncated_frac``, the sequence's at each of its tokens.
@@ -81,7 +83,8 @@ def truncated_sequence_weights(
         ValueError: If cap is not positive or shapes differ.
     """
     check_shapes(old_logprobs=old_logprobs, sequence_ids=sequence_ids)
-    return _truncated(sequence_sum(_log_ratio(old_logprobs, rollout_logprobs, loss_mask), sequence_ids), cap, loss_mask)
+    log_ratio = _log_ratio(old_logprobs, rollout_logprobs, loss_mask)
+    return _truncated(sequence_sum(log_ratio, sequence_ids, num_sequences), cap, loss_mask)
 
 
 def masked_token_weights(
@@ -120,6 +123,7 @@ def geometric_mean_weights(
     low: float = 0.99,
     high: float = 1.01,
     loss_mask: Tensor | None = None,
+    num_sequences: int | None = None,
 ) -> Terms:
     """1 where ``exp(mean over its live tokens of log pi_old - log pi_rollout)`` is within low..high, else 0.
 
@@ -133,6 +137,7 @@ def geometric_mean_weights(
         low: Lowest geometric mean kept, >= 0.
         high: Highest geometric mean kept, > low.
         loss_mask: bool [N], or None for all live.
+        num_sequences: S, where it is known: a GPU is then not waited for.
 
     Returns:
         Weights [N], 0 or 1; metrics ``ratio`` (the geometric mean) and, 0 or 1, ``rejected_frac``.
@@ -142,8 +147,8 @@ def geometric_mean_weights(
     """
     _check_band(low, high)
     check_shapes(old_logprobs=old_logprobs, sequence_ids=sequence_ids)
-    means = sequence_mean(_log_ratio(old_logprobs, rollout_logprobs, loss_mask), sequence_ids, loss_mask)
-    ratio = bounded_exp(means)
+    log_ratio = _log_ratio(old_logprobs, rollout_logprobs, loss_mask)
+    ratio = bounded_exp(sequence_mean(log_ratio, sequence_ids, loss_mask, num_sequences))
     return _rejected(ratio * 0 + 1, ratio, low, high, loss_mask)  # 1, but NaN stays visible
 
 
@@ -258,9 +263,7 @@ class TruncatedSequence(TruncatedToken):
 
     def __call__(self, batch: MicroBatch, old: Tensor) -> Terms:
         """Return weights and metrics, [N]."""
-        return truncated_sequence_weights(
-            old, batch.rollout_logprobs, batch.sequence_ids, cap=self.cap, loss_mask=batch.loss_mask
-        )
+        return truncated_sequence_weights(old, batch.rollout_logprobs, cap=self.cap, **batch.by_sequence())
 
 
 @dataclass(frozen=True)
@@ -289,7 +292,4 @@ class GeometricMean(MaskedToken):
 
     def __call__(self, batch: MicroBatch, old: Tensor) -> Terms:
         """Return weights and metrics, [N]."""
-        band = {"low": self.low, "high": self.high}
-        return geometric_mean_weights(
-            old, batch.rollout_logprobs, batch.sequence_ids, **band, loss_mask=batch.loss_mask
-        )
+        return geometric_mean_weights(old, batch.rollout_logprobs, low=self.low, high=self.high, **batch.by_sequence())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lightrl.distributed import all_objects
 from lightrl.meter import Meter
 from lightrl.packing import MicroBatch
 from lightrl.types import Rollout
 
 _NOTED = "nonfinite micro-batches"
 _SHOWN_TOKENS = 8
+_ELSEWHERE = "another rank names the rollout"
 
 
 class FiniteCheck:
@@ -36,11 +38,34 @@ class FiniteCheck:
         """Take the note out of the reduced ``means``; RuntimeError if any rank made one."""
         if not means.pop(_NOTED):
             return
-        where = next((w for seen in self._seen if (w := _find(*seen, rollouts))), "another rank names the rollout")
-        raise RuntimeError(
-            f"step {step}: NaN or inf among the tokens that count in the loss: {where}. The weights are still those of "
-            "before this step."
-        )
+        where = next((w for seen in self._seen if (w := _find(*seen, rollouts))), _ELSEWHERE)
+        raise _error(step, f"in the loss: {where}")
+
+
+def check_rewarded_logprobs(rollouts: list[Rollout], step: int) -> None:
+    """Raise RuntimeError where a logprob that goes into a scored rollout's reward is NaN or inf, on any rank.
+
+    Later would be too late: a reward that is NaN means that nobody scored the rollout. All ranks call it together.
+    """
+    found: list[str] = []
+    for i, r in enumerate(rollouts):
+        for name in ("old_logprobs", "ref_logprobs"):
+            values = getattr(r, name)
+            if r.reward is None or values is None:
+                continue
+            bad = ~values.isfinite() if r.loss_mask is None else ~values.isfinite() & r.loss_mask
+            if bool(bad.any()):
+                token = int(bad.nonzero()[0])
+                where = f"rollout {i} ({_shown([*r.prompt_ids, *r.completion_ids])})"
+                found.append(f"{name} is {float(values[token])} at completion token {token} of {where}")
+    if any(all_objects(bool(found))):
+        raise _error(step, f"in the KL of the reward: {found[0] if found else _ELSEWHERE}")
+
+
+def _error(step: int, where: str) -> RuntimeError:
+    return RuntimeError(
+        f"step {step}: NaN or inf among the tokens that count {where}. The weights are still those of before this step."
+    )
 
 
 def _tensors(micro: MicroBatch, logprobs: Tensor) -> dict[str, Tensor]:
@@ -66,6 +91,8 @@ def _find(micro: MicroBatch, logprobs: Tensor, loss: Tensor, rollouts: list[Roll
 def _name(micro: MicroBatch, sequence: int, rollouts: list[Rollout]) -> str:
     ids = [token for span in micro.sequences()[sequence] for token in micro.input_ids[span].tolist()]
     matches = (i for i, r in enumerate(rollouts) if [*r.prompt_ids, *r.completion_ids] == ids)
-    more = ", ..." if len(ids) > _SHOWN_TOKENS else ""
-    tokens = ", ".join(map(str, ids[:_SHOWN_TOKENS])) + more
-    return f"rollout {next(matches, sequence)} (token ids {tokens})"
+    return f"rollout {next(matches, sequence)} ({_shown(ids)})"
+
+
+def _shown(ids: list[int]) -> str:
+    return "token ids " + ", ".join(map(str, ids[:_SHOWN_TOKENS])) + (", ..." if len(ids) > _SHOWN_TOKENS else "")

@@ -30,6 +30,7 @@ def aggregate(
     *,
     mode: str = "token",
     sequence_ids: Tensor | None = None,
+    num_sequences: int | None = None,
 ) -> Tensor:
     """Add up per-token values over the live tokens of one micro-batch, as its share of the optimizer step's loss.
 
@@ -46,6 +47,7 @@ def aggregate(
         denominator: Global count over the whole optimizer step.
         mode: How tokens are weighted.
         sequence_ids: int64, the shape of values: 0..S-1; needed for ``"sequence"``.
+        num_sequences: S, where it is known: a GPU is then not waited for.
 
     Returns:
         A scalar; 0.0 with zero gradient where nothing is live, even if the denominator is 0.
@@ -67,7 +69,7 @@ def aggregate(
     if mode == "sequence":
         if sequence_ids is None:
             raise ValueError('mode="sequence" needs sequence_ids.')
-        values = values / sequence_sum(live.to(values.dtype), sequence_ids).clamp(min=1.0)
+        values = values / sequence_sum(live.to(values.dtype), sequence_ids, num_sequences).clamp(min=1.0)
     # 0/0 is NaN. A denominator of 0 beside live tokens is a bug of the caller and shows as inf.
     return values.sum() / torch.where(live.any(), denominator, 1.0)
 
@@ -143,6 +145,7 @@ def gspo_terms(
     clip_ratio_low: float = 3e-4,
     clip_ratio_high: float = 4e-4,
     loss_mask: Tensor | None = None,
+    num_sequences: int | None = None,
 ) -> Terms:
     """GSPO: PPO's clip with one ratio a sequence, ``s = exp(mean over its live tokens of log pi - log pi_old)``.
 
@@ -157,6 +160,7 @@ def gspo_terms(
         clip_ratio_low: >= 0.
         clip_ratio_high: >= 0.
         loss_mask: bool [N].
+        num_sequences: S, where it is known: a GPU is then not waited for.
 
     Returns:
         Loss [N]; metrics as :func:`clipped_policy_terms` has them, ``ratio`` being the sequence's.
@@ -164,11 +168,11 @@ def gspo_terms(
     Raises:
         ValueError: If a clip range is negative or shapes differ.
     """
-    check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, loss_mask=loss_mask)
-    check_shapes(logprobs=logprobs, sequence_ids=sequence_ids)
+    check_shapes(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    check_shapes(logprobs=logprobs, loss_mask=loss_mask, sequence_ids=sequence_ids)
     _check_clip(clip_ratio_low, clip_ratio_high)
     logprobs, old, adv = select_live(loss_mask, logprobs, old_logprobs.detach(), advantages.detach())
-    means = sequence_mean(logprobs.detach() - old, sequence_ids, loss_mask)
+    means = sequence_mean(logprobs.detach() - old, sequence_ids, loss_mask, num_sequences)
     ratio = bounded_exp(means) * torch.exp(logprobs - logprobs.detach())
     loss = torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high))
     return loss, _clip_metrics(ratio, adv, clip_ratio_low, clip_ratio_high, loss_mask)
@@ -290,10 +294,6 @@ def _check_clip(low: float, high: float) -> None:
 def _clip_metrics(ratio: Tensor, advantages: Tensor, low: float, high: float, mask: Tensor | None) -> dict[str, Tensor]:
     clipped_low = (advantages < 0) & (ratio < 1 - low)
     clipped_high = (advantages > 0) & (ratio > 1 + high)
-    metrics = {
-        "ratio": ratio,
-        "clip_frac": clipped_low | clipped_high,
-        "clip_frac_low": clipped_low,
-        "clip_frac_high": clipped_high,
-    }
+    metrics = {"ratio": ratio, "clip_frac": clipped_low | clipped_high}
+    metrics |= {"clip_frac_low": clipped_low, "clip_frac_high": clipped_high}
     return {name: live_or_nan(mask, values) for name, values in metrics.items()}

@@ -38,14 +38,21 @@ def live_or_nan(loss_mask: Tensor | None, values: Tensor) -> Tensor:
     return values if loss_mask is None else torch.where(loss_mask.bool(), values, torch.nan)
 
 
-def sequence_sum(values: Tensor, sequence_ids: Tensor) -> Tensor:
-    """Sum values [N] over each sequence; the result [N] has at each token its sequence's sum."""
-    count = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
-    sums = values.new_zeros(count).index_add(0, sequence_ids.flatten(), values.flatten())
+def sequence_sum(values: Tensor, sequence_ids: Tensor, num_sequences: int | None = None) -> Tensor:
+    """Sum values [N] over each sequence; the result [N] has at each token its sequence's sum.
+
+    Without ``num_sequences`` the ids have to be looked at, for which a GPU is waited for.
+    """
+    if num_sequences is None:
+        num_sequences = int(sequence_ids.max()) + 1 if sequence_ids.numel() else 0
+    sums = values.new_zeros(num_sequences).index_add(0, sequence_ids.flatten(), values.flatten())
     return sums[sequence_ids]
 
 
-def sequence_mean(values: Tensor, sequence_ids: Tensor, loss_mask: Tensor | None) -> Tensor:
+def sequence_mean(
+    values: Tensor, sequence_ids: Tensor, loss_mask: Tensor | None, num_sequences: int | None = None
+) -> Tensor:
     """Mean over each sequence's live tokens, at each of its tokens; 0 where it has none. Masked values must be 0."""
     live = torch.ones_like(values) if loss_mask is None else loss_mask.to(values.dtype)
-    return sequence_sum(values, sequence_ids) / sequence_sum(live, sequence_ids).clamp(min=1.0)
+    counts = sequence_sum(live, sequence_ids, num_sequences)
+    return sequence_sum(values, sequence_ids, num_sequences) / counts.clamp(min=1.0)

@@ -160,7 +160,7 @@ class ModelsModule(StepModule):
     def reference_logprobs(self, micro: MicroBatch) -> Tensor:
         """Return the reference's logprobs, float32 [N], of a micro-batch's completion tokens."""
         with self._reference[0].model() as model:
-            return self.policy_forward(model, micro)[0]
+            return self.policy_forward(model, micro, with_entropy=False)[0]
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -170,7 +170,7 @@ class ModelsModule(StepModule):
 
     def forward(self, micro: MicroBatch) -> Tensor:
         """Return the policy's logprobs, float32 [N], of a micro-batch's completion tokens."""
-        return self.policy_forward(self.policy, micro)[0]
+        return self.policy_forward(self.policy, micro, with_entropy=False)[0]
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

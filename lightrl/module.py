@@ -11,7 +11,9 @@ from torch import Tensor
 
 from lightrl import advantages as estimators
 from lightrl import kl
+from lightrl.arguments import check_betas, check_choice, check_correction, check_count, check_numbers
 from lightrl.corrections import Correction, approximate_proximal
+from lightrl.finite import check_rewarded_logprobs
 from lightrl.losses import MODES, Terms, aggregate, clipped_policy_terms
 from lightrl.models import ModelsModule
 from lightrl.optim import SCHEDULES
@@ -51,7 +53,8 @@ class RLModule(ModelsModule):
             not saved in checkpoints: give it to ``load_from_checkpoint`` again.
         recompute_old_logprobs: where rollouts are used more than once, run the model over them before the first update;
             False saves the pass and interpolates by age (:func:`lightrl.corrections.approximate_proximal`).
-        packed: lay sequences end to end without padding; None: where the model's attention allows it.
+        packed: lay sequences end to end without padding; None: where the model's attention allows it, which is tried
+            out at the first use.
         share_prefix: where sequences are packed, what those of a group begin with (the prompt) passes through the model
             once in each micro-batch.
         lora: train adapters on frozen weights (arXiv:2106.09685): a ``peft.LoraConfig`` or a dict of its arguments,
@@ -125,24 +128,15 @@ class RLModule(ModelsModule):
         self.save_hyperparameters(ignore=ignored, logger=False)
         plain = {"lora": self.lora, "model": self.model}  # a checkpoint holds builtins, not a LoraConfig or a Path
         self.hparams.update({name: value for name, value in plain.items() if name in self.hparams})
-        if aggregation not in MODES:
-            raise ValueError(f"aggregation={aggregation!r} is not one of {', '.join(MODES)}")
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule={schedule!r} is not one of {', '.join(SCHEDULES)}")
-        not_negative = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "warmup_steps": warmup_steps,
-            "clip_ratio_low": clip_ratio_low,
-            "clip_ratio_high": clip_ratio_high,
-            "kl_coef": kl_coef,
-            "entropy_coef": entropy_coef,
-        }
-        for name, value in not_negative.items():
-            if not value >= 0:
-                raise ValueError(f"{name}={value} must not be negative")
-        if not clip_ratio_low < 1 or not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"clip_ratio_low={clip_ratio_low} and each of betas={betas} must be 0 or more and below 1")
+        check_choice("aggregation", aggregation, MODES)
+        check_choice("schedule", schedule, SCHEDULES)
+        check_count("warmup_steps", warmup_steps)
+        check_betas(betas)
+        check_numbers(lr=lr, weight_decay=weight_decay, kl_coef=kl_coef, entropy_coef=entropy_coef)
+        check_numbers(1.0, clip_ratio_low=clip_ratio_low)
+        if clip_ratio_high != float("inf"):  # which is no clip
+            check_numbers(clip_ratio_high=clip_ratio_high)
+        check_correction(correction)
         self.lr, self.betas, self.weight_decay = lr, betas, weight_decay
         self.warmup_steps, self.schedule = warmup_steps, schedule
         self.clip_ratio_low, self.clip_ratio_high = clip_ratio_low, clip_ratio_high
@@ -163,20 +157,22 @@ class RLModule(ModelsModule):
     def advantages(self, batch: RolloutBatch) -> None:
         """Set ``advantage`` on every rollout of ``batch``. All ranks call it together."""
         groups = torch.tensor([r.group_id for r in batch], dtype=torch.int64)
-        found = self.estimate(self.rewards(batch), groups, batch).tolist()
-        for rollout, advantage in zip(batch, found, strict=True):
+        found = self.estimate(self.rewards(batch), groups, batch)
+        if not isinstance(found, Tensor) or found.shape != groups.shape:
+            got = f"shape {list(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise ValueError(
+                f"{type(self).__name__}.estimate returned {got}: it must be a tensor of shape [{len(groups)}], one "
+                "advantage for each rollout in the order of the rewards (override advantages() for one for each token)"
+            )
+        for rollout, advantage in zip(batch, found.tolist(), strict=True):
             rollout.advantage = advantage
 
     def rewards(self, batch: RolloutBatch) -> Tensor:
         """Return what advantages are made of, [R]: rewards, less the KL with ``kl_in_reward``; NaN where unscored."""
         rewards = torch.tensor([float("nan") if r.reward is None else r.reward for r in batch], dtype=torch.float64)
         if self.kl_in_reward and self.kl_coef > 0:
-            kls = [
-                float(kl.k1(r.old_logprobs, r.ref_logprobs, loss_mask=r.loss_mask).sum())
-                for r in batch
-                if r.ref_logprobs is not None
-            ]
-            rewards -= self.kl_coef * torch.tensor(kls, dtype=torch.float64)
+            check_rewarded_logprobs(batch.rollouts, self.global_step)
+            rewards -= self.kl_coef * torch.tensor([_kl(r) for r in batch], dtype=torch.float64)
         return rewards
 
     def estimate(self, rewards: Tensor, group_ids: Tensor, batch: RolloutBatch) -> Tensor:
@@ -234,9 +230,7 @@ class RLModule(ModelsModule):
 
     def aggregate(self, terms: Tensor, batch: MicroBatch) -> Tensor:
         """Add up per-token loss terms [N] of live tokens over the step's denominator, as ``aggregation`` says."""
-        return aggregate(
-            terms, batch.loss_mask, batch.denominator, mode=self.aggregation, sequence_ids=batch.sequence_ids
-        )
+        return aggregate(terms, denominator=batch.denominator, mode=self.aggregation, **batch.by_sequence())
 
     def denominator(self, num_tokens: int, num_rollouts: int, max_completion_tokens: int) -> float:
         """What the step's summed loss terms are divided by: counts are over all ranks; 1 where nothing is live."""
@@ -273,3 +267,9 @@ class RLModule(ModelsModule):
         if self._reference:
             passes.append(lambda micro: {"ref_logprobs": self.reference_logprobs(micro)})
         return passes
+
+
+def _kl(rollout: Rollout) -> float:
+    if rollout.ref_logprobs is None:
+        raise ValueError("kl_in_reward needs ref_logprobs on every rollout: RLModule.score writes them")
+    return float(kl.k1(rollout.old_logprobs, rollout.ref_logprobs, loss_mask=rollout.loss_mask).sum())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self
@@ -81,6 +82,14 @@ class MicroBatch:
         shared = set(self.prefixes)
         return [[spans[p], spans[i]] if p >= 0 else [spans[i]] for i, p in enumerate(self.prefixes) if i not in shared]
 
+    def by_sequence(self) -> dict[str, Any]:
+        """Return what functions of whole sequences want to know, by argument name.
+
+        ``num_sequences`` is counted on the host, in pieces that no other continues: a GPU need not be asked.
+        """
+        count = len(self.lengths) - len({p for p in self.prefixes if p >= 0})
+        return {"sequence_ids": self.sequence_ids, "loss_mask": self.loss_mask, "num_sequences": count}
+
     @property
     def num_tokens(self) -> int:
         """Tokens of all sequences, a shared prefix counted for each that has it."""
@@ -111,7 +120,7 @@ def pack(
 
     Args:
         rollouts: at least one; each with at least one prompt token and one completion token.
-        temperature: sampling temperature.
+        temperature: sampling temperature, above 0.
         denominator: see :class:`MicroBatch`.
         share_prefix: lay down once what rollouts with one ``group_id`` begin with; for models that take packed rows.
 
@@ -119,14 +128,15 @@ def pack(
         A micro-batch on the CPU. ``old_logprobs`` and ``ref_logprobs`` are there if every rollout has been scored.
 
     Raises:
-        ValueError: a prompt or a completion is empty.
+        ValueError: there are no rollouts, a prompt or a completion is empty, something has not one entry for each
+            completion token, or the temperature is not above 0.
     """
+    if not rollouts:
+        raise ValueError("pack([]): a micro-batch needs a rollout; lightrl.packing.idle_rollout() counts for nothing")
+    if not 0 < temperature < math.inf:
+        raise ValueError(f"temperature={temperature} must be above 0: pass the one that the rollouts were sampled at")
     for r in rollouts:
-        if not r.prompt_ids or not r.completion_ids:
-            raise ValueError(
-                f"a rollout has {len(r.prompt_ids)} prompt and {len(r.completion_ids)} completion tokens: "
-                "the first completion token is predicted from the last prompt token, so each needs at least one"
-            )
+        _check(r)
     row = _Row(rollouts, share_prefix)
     scored = all(r.scored_logprobs is not None for r in rollouts)
     return MicroBatch(
@@ -148,6 +158,25 @@ def pack(
         values=_joined([r.values for r in rollouts]),
         returns=_joined([r.returns for r in rollouts]),
     )
+
+
+def _check(r: Rollout) -> None:
+    """Raise ValueError where lengths do not fit: two that are wrong in opposite ways would make up for each other."""
+    size = len(r.completion_ids)
+    if not r.prompt_ids or not size:
+        raise ValueError(
+            f"a rollout has {len(r.prompt_ids)} prompt and {size} completion tokens: the first completion token is "
+            "predicted from the last prompt token, so each needs at least one"
+        )
+    found = {name: getattr(r, name) for name in ("rollout_logprobs", "loss_mask", "scored_logprobs", "ref_logprobs")}
+    found["policy_versions"] = r.policy_versions if len(r.policy_versions) else None
+    found["advantage"] = r.advantage if isinstance(r.advantage, Tensor) and r.advantage.ndim else None
+    for name, values in found.items():
+        if values is not None and values.shape != (size,):
+            raise ValueError(
+                f"{name} of a rollout has shape {list(values.shape)}, but its completion has {size} tokens: it must be "
+                f"[{size}], one entry for each" + (", or a single number" if name == "advantage" else "")
+            )
 
 
 class _Row:

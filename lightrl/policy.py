@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from lightrl.attention import as_in_forward, packed_rows, takes_packed_rows
 from lightrl.balance import Packer
 from lightrl.logprobs import chunked_token_logprobs, entropy, token_logprobs
+from lightrl.packing_check import packs_right
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -160,7 +161,8 @@ class PolicyForward:
     those whose head is more than one matrix (an adapter on it).
 
     Args:
-        packed: lay sequences end to end (None: where the model's attention allows it) or pad them.
+        packed: lay sequences end to end or pad them; None: pack where the model says that its attention allows it and a
+            trial at the first use agrees (:func:`lightrl.packing_check.packs_right`).
         share_prefix: a prefix that rollouts share passes through the model once, where they are packed.
     """
 
@@ -169,22 +171,28 @@ class PolicyForward:
         self._head_is_last = True
 
     def __call__(
-        self, model: PreTrainedModel, micro: MicroBatch, *, entropy_grad: bool = False
+        self, model: PreTrainedModel, micro: MicroBatch, *, entropy_grad: bool = False, with_entropy: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Return (logprobs [N], entropy [N]) in float32 at the sampling temperature.
 
-        The entropy has gradient only where ``entropy_grad`` asks for it.
+        The entropy has gradient only where ``entropy_grad`` asks for it, and is zeros without ``with_entropy``.
         """
         if self._head_is_last:
-            result = self._fused(model, micro, entropy_grad)
+            result = self._fused(model, micro, entropy_grad=entropy_grad, with_entropy=with_entropy)
             if result is not None:
                 return result
             self._head_is_last = False
-        logits = _at(self._run(model, micro).logits, self.index(model, micro))
+        logits = self.logits(model, micro)
         logprobs = token_logprobs(logits, micro.targets, micro.temperature)
+        if not with_entropy:
+            return logprobs, torch.zeros_like(logprobs)
         return logprobs, entropy(logits if entropy_grad else logits.detach(), micro.temperature)
 
-    def _fused(self, model: PreTrainedModel, micro: MicroBatch, entropy_grad: bool) -> tuple[Tensor, Tensor] | None:
+    def logits(self, model: PreTrainedModel, micro: MicroBatch) -> Tensor:
+        """Return the logits of each completion token, [N, V], as the model gives them."""
+        return _at(self._run(model, micro).logits, self.index(model, micro))
+
+    def _fused(self, model: PreTrainedModel, micro: MicroBatch, **entropy: bool) -> tuple[Tensor, Tensor] | None:
         head: Any = model.get_output_embeddings()
         if not _is_one_product(head):
             return None
@@ -200,7 +208,7 @@ class PolicyForward:
                     micro.targets,
                     bias=head.bias,
                     temperature=micro.temperature,
-                    entropy_grad=entropy_grad,
+                    **entropy,
                 )
             )
             return found[0]
@@ -249,7 +257,9 @@ class PolicyForward:
 
     def _is_packed(self, model: PreTrainedModel) -> bool:
         if self.packed is None:
-            self.packed = takes_packed_rows(model)
+            self.packed = takes_packed_rows(model) and packs_right(
+                model, PolicyForward(False), PolicyForward(True, self.share_prefix)
+            )
         return self.packed
 
 

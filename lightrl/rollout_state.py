@@ -15,6 +15,7 @@ def rollouts_to_state(batch: RolloutBatch | None) -> dict[str, Any] | None:
     return {
         "policy_version": batch.policy_version,
         "temperature": batch.temperature,
+        "max_completion_tokens": batch.max_completion_tokens,
         "groups": [group_to_state(g) for g in batch.groups],
     }
 
@@ -24,7 +25,8 @@ def rollouts_from_state(state: dict[str, Any] | None) -> RolloutBatch | None:
     if state is None:
         return None
     groups = [group_from_state(g) for g in state["groups"]]
-    return RolloutBatch(groups, state["policy_version"], state["temperature"])
+    longest = state.get("max_completion_tokens", 0)  # older checkpoints do not have it
+    return RolloutBatch(groups, state["policy_version"], state["temperature"], max_completion_tokens=longest)
 
 
 def group_to_state(group: RolloutGroup) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torchmetrics import MeanMetric
 
 from lightrl import kl
+from lightrl.arguments import check_loss
 from lightrl.corrections import Correction
 from lightrl.distributed import all_max, all_sum
 from lightrl.finite import FiniteCheck
@@ -25,6 +26,8 @@ from lightrl.types import Rollout, RolloutBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_LIVE = "live tokens by micro-batch"
 
 
 class StepModule(LightningModule):
@@ -46,6 +49,7 @@ class StepModule(LightningModule):
         self.val_metrics = torch.nn.ModuleDict({"reward": MeanMetric(), "pass@1": MeanMetric()})
         self._reference: list[Reference] = []  # one or none
         self._step_started = self._batch_started = time.perf_counter()
+        self._anything_live = True
 
     def loss(self, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor | float]]:
         """The loss of one micro-batch, and metrics."""
@@ -83,15 +87,21 @@ class StepModule(LightningModule):
         strategy: Any = self.trainer.strategy
         if hasattr(strategy, "sync_gradients"):
             strategy.sync_gradients(last)
-        logprobs, entropy = self.policy_forward(self.policy, micro, entropy_grad=self.entropy_coef > 0)
-        loss, metrics = self.loss(micro, logprobs)
-        if self.entropy_coef > 0:
-            loss = loss - self.entropy_coef * self.aggregate(entropy, micro)
+        loss, metrics, logprobs, entropy = self.full_loss(micro)
+        meter.add_sum(_LIVE, micro.loss_mask.sum(), 1.0)
         check.note(micro, logprobs.detach(), loss.detach(), meter)
         meter.add_all(metrics, micro.loss_mask)
         meter.add("train/entropy", entropy, mask=micro.loss_mask)
         self._measure(micro, logprobs.detach(), meter)
         return loss * self.trainer.world_size  # data parallelism averages gradients over ranks
+
+    def full_loss(self, micro: MicroBatch) -> tuple[Tensor, dict[str, Tensor | float], Tensor, Tensor]:
+        """Return what a micro-batch adds to the step's loss, entropy bonus included; metrics, logprobs and entropy."""
+        logprobs, entropy = self.policy_forward(self.policy, micro, entropy_grad=self.entropy_coef > 0)
+        loss, metrics = check_loss(type(self).__name__, self.loss(micro, logprobs))
+        if self.entropy_coef > 0:
+            loss = loss - self.entropy_coef * self.aggregate(entropy, micro)
+        return loss, metrics, logprobs, entropy
 
     def _measure(self, micro: MicroBatch, logprobs: Tensor, meter: Meter) -> None:
         live, old = micro.loss_mask, logprobs if micro.old_logprobs is None else micro.old_logprobs
@@ -114,6 +124,7 @@ class StepModule(LightningModule):
         for name, (total, count) in batch.measured.items():
             meter.add_sum(name, total, count)
         means = meter.means(all_sum, all_max)
+        self._anything_live = means.pop(_LIVE) > 0
         check.raise_if_noted(means, batch.rollouts, self.trainer.global_step)
         if "mismatch/ratio_squared" in means:  # (sum w)^2 / (n sum w^2) over the whole step
             means["mismatch/effective_sample_size"] = means["mismatch/ratio"] ** 2 / means.pop("mismatch/ratio_squared")
@@ -136,7 +147,14 @@ class StepModule(LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip as the Trainer says, and log ``train/grad_norm``: the norm before clipping, over all ranks."""
+        """Clip as the Trainer says, and log ``train/grad_norm``: the norm before clipping, over all ranks.
+
+        A step without a live token on any rank changes nothing: torch's optimizers skip parameters whose gradient is
+        None, while one of zeros would let momentum and weight decay move them. It counts in ``global_step``.
+        """
+        if not self._anything_live:
+            for p in (p for group in optimizer.param_groups for p in group["params"]):
+                p.grad = None
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm: Any = torch.nn.utils.get_total_norm(grads)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm

@@ -10,6 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.ahead import RolloutsAhead
 from lightrl.distributed import all_objects, rank, world_size
+from lightrl.moves import even_out
 from lightrl.packing import StepBatch, live_tokens, shuffled_parts
 from lightrl.prompts import PromptOrder, stop_token_ids
 from lightrl.rng import derive_seed
@@ -80,6 +81,9 @@ class RolloutStream:
             self.source().require_scores(sampled)
         if module.max_sampling_rounds > 1 and not self._trainer.strategy.overlaps:
             batch, sampled = self._replaced(batch)
+        packer = module.policy_forward.packer(module.policy)
+        evened = even_out(batch.groups, lambda g: packer.load([r for r in g.rollouts if module.trains_on(r)]))
+        batch = replace(batch, groups=evened)
         max_tokens = self.data.max_tokens_per_micro_batch
         module.score(batch, max_tokens=max_tokens, reused=self.steps_per_rollout > 1)
         module.advantages(batch)

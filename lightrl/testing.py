@@ -33,9 +33,11 @@ def gradient_cuts(
     ``max_micro_batches`` of them, padded, packed, and packed with shared prefixes, groups kept together or dealt out.
 
     Args:
-        module: whose ``loss`` is checked, on the device that its policy is on; float32 weights, or the error is theirs.
-        rollouts: of one optimizer step, with advantages; of unequal lengths, several to a group.
-        max_micro_batches: the finest cut.
+        module: whose ``loss`` is checked, entropy bonus included, on the device that its policy is on; float32 weights,
+            or the error is theirs.
+        rollouts: of one optimizer step, at least two, with advantages, and ``ref_logprobs`` where the loss has a KL;
+            of unequal lengths, several to a group.
+        max_micro_batches: the finest cut, at least 2.
         temperature: sampling temperature.
         max_completion_tokens: for the ``"constant"`` aggregation; None: the longest completion here.
         tolerance: largest allowed |difference| / |gradient|, both over all parameters.
@@ -45,10 +47,10 @@ def gradient_cuts(
 
     Raises:
         AssertionError: an error above ``tolerance``, naming the cut.
-        ValueError: no rollouts, or a gradient of zero, with which nothing can be compared.
+        ValueError: fewer than two rollouts or micro-batches, no ``ref_logprobs`` for the loss's KL, or a gradient of
+            zero: the check could not fail.
     """
-    if not rollouts:
-        raise ValueError("gradient_cuts needs rollouts")
+    _check_arguments(module, rollouts, max_micro_batches)
     module.configure_model()
     live = sum(live_tokens([r]) > 0 for r in rollouts)
     longest = max_completion_tokens or max(len(r.completion_ids) for r in rollouts)
@@ -75,6 +77,18 @@ def gradient_cuts(
     return worst
 
 
+def _check_arguments(module: RLModule, rollouts: list[Rollout], max_micro_batches: int) -> None:
+    if len(rollouts) < 2:
+        raise ValueError(f"gradient_cuts needs at least two rollouts to cut apart, got {len(rollouts)}")
+    if max_micro_batches < 2:
+        raise ValueError(f"max_micro_batches={max_micro_batches} cuts nothing: use at least 2")
+    if module.kl_coef > 0 and not module.kl_in_reward and any(r.ref_logprobs is None for r in rollouts):
+        raise ValueError(
+            f"kl_coef={module.kl_coef} and rollouts without ref_logprobs: the KL would be left out of what is checked. "
+            "Set them on every rollout (RLModule.score does)"
+        )
+
+
 def _cuts(
     module: RLModule, rollouts: list[Rollout], most: int
 ) -> Iterator[tuple[str, PolicyForward, bool, list[list[Rollout]]]]:
@@ -99,7 +113,7 @@ def _gradient(module: RLModule, micros: list[MicroBatch]) -> Tensor:
         p.grad = None
     for micro in micros:
         micro = micro.to(trained[0].device)
-        module.loss(micro, module(micro))[0].backward()
+        module.full_loss(micro)[0].backward()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in trained]
     for p, grad in zip(trained, kept, strict=True):
         p.grad = grad

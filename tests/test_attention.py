@@ -75,10 +75,28 @@ def test_blocks_hold_every_token_once_with_little_padding() -> None:
     assert all(real.float().mean() > 1 / 1.3 - 0.01 for real in long)
 
 
-@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}])
+@pytest.mark.parametrize("extra", [{"softcap": 30.0}, {"s_aux": torch.zeros(4)}, {"position_bias": torch.zeros(4)}])
 def test_what_the_kernels_cannot_do_is_refused(extra: dict[str, object]) -> None:
-    with pytest.raises(ValueError, match="packed=False"):
+    with pytest.raises(ValueError, match="Identity.*packed=False"):
         packed_attention(LAYER, *qkv(), None, layout=SequenceLayout(LENGTHS), **extra)  # type: ignore[arg-type]
+
+
+def test_a_mask_of_the_layers_own_is_refused() -> None:
+    with pytest.raises(ValueError, match="Identity.*packed=False"):
+        packed_attention(LAYER, *qkv(), torch.zeros(1, 1, 96, 96), layout=SequenceLayout(LENGTHS))
+
+
+def test_eager_attention_becomes_sdpa_or_is_refused() -> None:
+    model = tiny_model(layers=1)
+    model.config._attn_implementation = "eager"
+    with packed_rows(model):
+        assert model.config._attn_implementation == NAME
+    assert model.config._attn_implementation == "sdpa"
+    model.config._attn_implementation = "eager"
+    model._supports_sdpa = False
+    assert not takes_packed_rows(model)
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM has eager attention only.*packed=False"), packed_rows(model):
+        pass
 
 
 def test_packed_rows_leave_the_model_as_it_was_also_after_an_error() -> None:

@@ -1,13 +1,16 @@
 """Micro-batches: a bound on what the model sees, groups together, work balanced."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightrl.balance import Packer
+from lightrl.moves import even_out, plan_moves
 from lightrl.packing import live_tokens
-from lightrl.types import Rollout
+from lightrl.types import Prompt, Rollout, RolloutGroup
 
 
 def group(group_id: int, prompt: int, completions: list[int]) -> list[Rollout]:
@@ -59,6 +62,61 @@ def test_parts_are_balanced_by_cost_and_not_by_tokens() -> None:
     assert loads == pytest.approx([630, 630, 3604], abs=1)
     flat = Packer(hidden_size=10**9)
     assert sorted(sum(len(r.token_ids) for r in p) for p in flat.split(rollouts, 3)) == [500, 500, 1000]
+
+
+def worst(costs: list[list[float]], moves: dict[tuple[int, int], int]) -> float:
+    """The most loaded rank's cost over the mean."""
+    loads = [0.0] * len(costs)
+    for r, theirs in enumerate(costs):
+        for i, cost in enumerate(theirs):
+            loads[moves.get((r, i), r)] += cost
+    return max(loads) * len(loads) / sum(loads)
+
+
+@pytest.mark.parametrize(("ranks", "each"), [(4, 4), (8, 4), (32, 4)])
+def test_moving_groups_evens_out_ranks_whose_completions_are_lognormal(ranks: int, each: int) -> None:
+    g, packer = torch.Generator().manual_seed(0), Packer()
+    lengths = (800 * torch.randn(ranks, each, 8, generator=g).exp()).clamp(1, 8192).long().tolist()
+    costs = [[sum(packer.cost(200 + n) for n in group) for group in theirs] for theirs in lengths]
+    moves = plan_moves(costs)
+    before, after = worst(costs, {}), worst(costs, moves)
+    assert after < 1.15
+    assert after - 1 < 0.5 * (before - 1)
+    assert len(moves) < 0.25 * ranks * each
+    assert all(to != origin[0] for origin, to in moves.items())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.floats(0, 1e9), max_size=6), min_size=1, max_size=5))
+def test_moves_end_and_never_make_it_worse(costs: list[list[float]]) -> None:
+    moves = plan_moves(costs)
+    assert all(costs[r][i] > 0 for r, i in moves)
+    if sum(map(sum, costs)):
+        assert worst(costs, moves) <= worst(costs, {}) * (1 + 1e-9)
+
+
+def test_a_rank_sends_what_it_gives_away_and_takes_what_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(ids: list[int]) -> list[RolloutGroup]:
+        return [RolloutGroup(Prompt([i]), group(0, i, [1, 2])) for i in ids]
+
+    everywhere = [made([3, 1, 2]), made([1, 1])]
+    costs: Any = [[float(len(g.rollouts[0].prompt_ids)) for g in theirs] for theirs in everywhere]
+    found = []
+    for r in (0, 1):
+        gathered = iter([costs, [{(0, 2): everywhere[0][2]}, {}]])
+        monkeypatch.setattr("lightrl.moves.all_objects", lambda mine, told=gathered: next(told))
+        monkeypatch.setattr("lightrl.moves.rank", lambda r=r: r)
+        found.append(even_out(everywhere[r], lambda g: float(len(g.rollouts[0].prompt_ids))))
+    assert [[len(g.rollouts[0].prompt_ids) for g in theirs] for theirs in found] == [[3, 1], [1, 1, 2]]
+    assert [[g.rollouts[0].group_id for g in theirs] for theirs in found] == [[0, 1], [0, 1, 2]]
+
+
+def test_the_load_of_groups_by_hand() -> None:
+    rollouts = group(0, 4, [2, 3]) + group(1, 3, [1])
+    # As in the test of the cost, and 4 + 16/48.
+    shared = (6 + 36 / 48) + (7 + 49 / 48) - (4 + 16 / 48) + (4 + 16 / 48)
+    assert Packer(share_prefix=True, hidden_size=4).load(rollouts) == pytest.approx(shared)
+    assert Packer(hidden_size=4).load(rollouts) == pytest.approx(shared + (4 + 16 / 48))
 
 
 groups = st.lists(st.tuples(st.integers(1, 12), st.lists(st.integers(1, 8), min_size=1, max_size=5)), max_size=6)

@@ -1,6 +1,6 @@
 """NaN and inf: harmless in a masked slot, an error that names step, rollout and tensor in a live one."""
 
-import copy
+import math
 import re
 from typing import Any
 
@@ -10,8 +10,10 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightrl import RLModule
+from lightrl.algorithms import RLOO
 from lightrl.datamodule import SizedLoader
 from lightrl.packing import MicroBatch, StepBatch, pack
+from lightrl.types import Prompt, RolloutBatch, RolloutGroup
 from tests.helpers.tiny import random_rollouts, tiny_model
 from tests.helpers.training import equal, quiet_trainer, tiny_module, weights
 
@@ -111,7 +113,25 @@ def test_a_loss_of_the_users_own_that_is_infinite_is_named() -> None:
     assert equal(weights(module.policy), weights(tiny_model()))
 
 
-def test_another_ranks_fault_ends_this_rank_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lightrl.step.all_sum", lambda sums: sums + 1.0)
-    with pytest.raises(RuntimeError, match="step 0: .*another rank names the rollout"):
-        train(tiny_module(), copy.deepcopy(steps()[:1]))
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["ref_logprobs", "scored_logprobs"])
+def test_the_kl_in_a_reward_is_named_before_it_hides_the_rollout(name: str, garbage: float) -> None:
+    """A reward of NaN would count as none, and the rollout's advantage as 0."""
+    module, (clean, dirty) = RLOO(tiny_model(), kl_coef=0.1), (steps()[0].rollouts for _ in range(2))
+    for r in (clean[2], dirty[2]):
+        r.loss_mask = torch.arange(len(r.completion_ids)) > 0
+        getattr(r, name)[0] = garbage  # masked
+    batches = [RolloutBatch([RolloutGroup(Prompt([1]), r)]) for r in (clean, dirty)]
+    module.advantages(batches[0])
+    assert all(math.isfinite(r.advantage) for r in clean)
+    assert len({r.advantage for r in clean}) > 2
+    getattr(dirty[3], name)[1] = garbage
+    tensor, tokens = name.replace("scored", "old"), [*dirty[3].prompt_ids, *dirty[3].completion_ids]
+    message = f"step 0: NaN or inf .* {tensor} is {garbage} at completion token 1 of rollout 3 .token ids {tokens[0]}, "
+    with pytest.raises(RuntimeError, match=message):
+        module.advantages(batches[1])
+    dirty[3].reward = None  # nobody trains on it
+    module.advantages(batches[1])
+    dirty[1].ref_logprobs = None
+    with pytest.raises(ValueError, match="kl_in_reward needs ref_logprobs"):
+        module.advantages(batches[1])

@@ -11,7 +11,7 @@ from lightrl import RLModule
 from lightrl.balance import Packer
 from lightrl.datamodule import SizedLoader
 from lightrl.losses import Terms
-from lightrl.packing import MicroBatch, StepBatch, pack
+from lightrl.packing import MicroBatch, StepBatch, idle_rollout, pack
 from tests.helpers.tiny import random_rollouts, tiny_model, tiny_prompts
 from tests.helpers.training import equal, quiet_trainer, tiny_data, tiny_module, weights
 
@@ -63,7 +63,7 @@ def test_b07_truncated_completions_still_count_in_their_groups_baseline() -> Non
 
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
-def test_b07_nothing_but_truncated_completions_is_a_step_of_nothing(aggregation: str) -> None:
+def test_b07_nothing_but_truncated_completions_is_logged_as_nothing(aggregation: str) -> None:
     seen, module = Seen(), tiny_module(mask_truncated=True, aggregation=aggregation)
     quiet_trainer(max_steps=1, callbacks=[seen], gradient_clip_val=1.0).fit(module, tiny_data(max_completion_tokens=1))
     (step,), (logged,) = seen.steps, seen.logged
@@ -71,7 +71,33 @@ def test_b07_nothing_but_truncated_completions_is_a_step_of_nothing(aggregation:
     assert step.rollouts == []
     assert logged["train/loss"] == logged["train/grad_norm"] == 0.0
     assert all(value == value for value in logged.values())
-    assert equal(weights(module.policy), weights(tiny_model()))
+
+
+class Weights(Callback):
+    """The weights, and AdamW's state of one parameter, after each step."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, Tensor]] = []
+        self.steps_done: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        self.found.append(weights(pl_module.policy))
+        self.steps_done.append(float(next(iter(trainer.optimizers[0].state.values()))["step"]))
+
+
+@pytest.mark.parametrize("strategy", ["auto", "colocated_hf"])
+def test_b07_a_step_of_nothing_leaves_the_weights_to_neither_momentum_nor_decay(strategy: str) -> None:
+    rollouts, seen = random_rollouts(4), Weights()
+    good = StepBatch([pack(rollouts, temperature=1.0, denominator=9.0)], 0, rollouts)
+    nothing = StepBatch([pack([idle_rollout()], temperature=1.0)] * 2, 0, [])
+    steps = [good, nothing, good]
+    trainer = quiet_trainer(strategy=strategy, max_steps=3, callbacks=[seen], gradient_clip_val=1.0)
+    trainer.fit(tiny_module(weight_decay=0.1), SizedLoader(3, lambda i: steps[i]))
+    first, second, third = seen.found
+    assert equal(first, second)
+    assert not equal(second, third)
+    assert seen.steps_done == [1, 1, 2]
+    assert trainer.global_step == 3
 
 
 class SGDModule(RLModule):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -15,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import Tensor
 
 from lightrl import RLModule, kl
+from lightrl.corrections import TruncatedToken
 from lightrl.optim import schedule_factor
 from lightrl.packing import MicroBatch, StepBatch, pack
 from lightrl.policy import load_policy
@@ -42,15 +44,85 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"warmup_steps": -1},
         {"weight_decay": -0.1},
         {"betas": (0.9, 1.0)},
+        {"betas": (0.9,)},
+        {"betas": 0.9},
+        {"lr": float("inf")},
+        {"lr": "1e-3"},
+        {"kl_coef": float("nan")},
+        {"kl_coef": float("inf")},
+        {"entropy_coef": float("nan")},
+        {"entropy_coef": float("inf")},
+        {"weight_decay": float("inf")},
+        {"clip_ratio_high": float("nan")},
+        {"warmup_steps": 1.5},
+        {"warmup_steps": True},
+        {"correction": 3},
+        {"correction": TruncatedToken},
+        {"aggregation": None},
     ],
     ids=str,
 )
 def test_arguments_out_of_range_are_named_with_their_value(wrong: dict[str, Any]) -> None:
     ((name, value),) = wrong.items()
-    with pytest.raises(
-        ValueError, match=re.escape(f"{name}={value}") if not isinstance(value, str) else f"{name}='{value}'"
-    ):
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}")):
         RLModule("no/such/model", **wrong)
+
+
+def test_numbers_of_other_kinds_and_no_upper_clip_are_taken() -> None:
+    module = RLModule(
+        "no/such/model", lr=1, warmup_steps=np.int64(2), kl_coef=np.float32(0.1), clip_ratio_high=float("inf")
+    )
+    assert module.clip_ratio_high == float("inf")
+
+
+class WrongLoss(RLModule):
+    found: Any
+
+    def loss(self, batch: MicroBatch, logprobs: Tensor) -> Any:
+        return self.found(-logprobs * batch.advantages)
+
+
+@pytest.mark.parametrize(
+    ("found", "named"),
+    [
+        (lambda terms: (terms, {}), "(a tensor of shape [5], a dict)"),
+        (lambda terms: terms.sum(), "a tensor of shape []"),
+        (lambda terms: (terms.sum(), None), "(a tensor of shape [], a NoneType)"),
+        (lambda terms: (float(terms.sum().detach()), {}), "(a float, a dict)"),
+        (lambda terms: (terms.sum(), {}, 1), "(a tensor of shape [], a dict, a int)"),
+    ],
+)
+def test_a_loss_that_returns_something_else_is_told_what_to_return(found: Any, named: str) -> None:
+    module = WrongLoss(tiny_model(layers=1))
+    module.found = found
+    module.configure_model()
+    micro = pack([Rollout([3], [4] * 5, torch.zeros(5), advantage=1.0)], temperature=1.0)
+    message = re.escape(f"WrongLoss.loss returned {named}: it must return a scalar tensor (self.aggregate")
+    with pytest.raises(ValueError, match=message):
+        module.full_loss(micro)
+
+
+class WrongAdvantages(RLModule):
+    found: Any
+
+    def estimate(self, rewards: Tensor, group_ids: Tensor, batch: RolloutBatch) -> Any:
+        return self.found
+
+
+@pytest.mark.parametrize(
+    ("found", "named"),
+    [
+        (torch.zeros(3), r"shape \[3\]"),
+        (torch.zeros(()), r"shape \[\]"),
+        (torch.zeros(4, 2), r"shape \[4, 2\]"),
+        ([0.0] * 4, "a list"),
+    ],
+)
+def test_advantages_of_another_shape_are_told_the_right_one(found: Any, named: str) -> None:
+    module = WrongAdvantages("no/such/model")
+    module.found = found
+    with pytest.raises(ValueError, match=rf"WrongAdvantages.estimate returned {named}: .* shape \[4\], one advantage"):
+        module.advantages(with_rewards([1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1]))
 
 
 def batch_of(rollouts: list[Rollout], temperature: float = 1.0) -> RolloutBatch:

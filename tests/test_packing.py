@@ -7,9 +7,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightrl.algorithms import GSPO
 from lightrl.balance import Packer
+from lightrl.corrections import GeometricMean, TruncatedSequence
 from lightrl.packing import idle_rollout, live_tokens, pack, shuffled_parts
-from lightrl.types import Rollout
+from lightrl.rollout_state import rollouts_from_state, rollouts_to_state
+from lightrl.types import Prompt, Rollout, RolloutBatch, RolloutGroup
 from tests.helpers.tiny import random_rollouts
 
 
@@ -128,3 +131,71 @@ def test_to_moves_every_tensor_and_nothing_else() -> None:
     assert len(tensors) == 9
     assert all(t.is_meta for t in tensors)
     assert (micro.temperature, micro.denominator, len(micro.lengths)) == (0.5, 7.0, 2)
+
+
+@pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_temperature_that_has_no_logprobs_is_named(temperature: float) -> None:
+    with pytest.raises(ValueError, match=f"temperature={temperature} must be above 0"):
+        pack(random_rollouts(2), temperature=temperature)
+
+
+def test_nothing_to_pack_is_named() -> None:
+    with pytest.raises(ValueError, match=r"pack\(\[\]\): .*idle_rollout"):
+        pack([], temperature=1.0)
+
+
+@pytest.mark.parametrize(
+    "name", ["rollout_logprobs", "loss_mask", "scored_logprobs", "ref_logprobs", "advantage", "policy_versions"]
+)
+@pytest.mark.parametrize("off", [[1, -1], [0, 1], [0, -1]])
+def test_one_entry_for_each_completion_token(name: str, off: list[int]) -> None:
+    """One too many in one rollout and one too few in the next would go unnoticed, shifted against each other."""
+    rollouts = [rollout([5, 6], [7, 8, 9]), rollout([5], [3, 4])]
+    good = [torch.ones(len(r.completion_ids), dtype=torch.bool) for r in rollouts]
+    for r, values in zip(rollouts, good, strict=True):
+        setattr(r, name, values)
+    assert len(pack(rollouts, temperature=1.0).targets) == 5
+    for r, d in zip(rollouts, off, strict=True):
+        setattr(r, name, torch.ones(len(r.completion_ids) + d, dtype=torch.bool))
+    wrong = 0 if off[0] else 1
+    found, right = (len(x) for x in (getattr(rollouts[wrong], name), rollouts[wrong].completion_ids))
+    message = rf"{name} of a rollout has shape \[{found}\], but its completion has {right} tokens: .*\[{right}\]"
+    with pytest.raises(ValueError, match=message):
+        pack(rollouts, temperature=1.0)
+
+
+def test_an_advantage_is_a_number_or_one_for_each_token() -> None:
+    for advantage in (2.0, torch.tensor(2.0), torch.full((3,), 2.0)):
+        assert pack([rollout([5], [7, 8, 9], advantage=advantage)], temperature=1.0).advantages.tolist() == [2.0] * 3
+    for wrong in (torch.ones(1), torch.ones(3, 1)):
+        with pytest.raises(ValueError, match=r"advantage of a rollout has shape .* or a single number"):
+            pack([rollout([5], [7, 8, 9], advantage=wrong)], temperature=1.0)
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_sequences_are_counted_without_asking_the_device(share: bool) -> None:
+    """Tensors on "meta" have no values to look at: a GPU would be waited for just there."""
+    micro = pack(random_rollouts(7, members=3), temperature=1.0, share_prefix=share)
+    assert micro.by_sequence()["num_sequences"] == len(micro.sequences()) == 7
+    micro.old_logprobs = micro.rollout_logprobs
+    there = micro.to("meta")
+    logprobs = there.rollout_logprobs
+    gspo = GSPO("no/such/model")
+    assert gspo.aggregate(gspo.policy_terms(there, logprobs, logprobs)[0], there).is_meta
+    for correction in (TruncatedSequence(), GeometricMean()):
+        assert correction(there, logprobs)[0].is_meta
+
+
+def test_a_batch_in_a_checkpoint_keeps_all_but_what_rewards_have_seen() -> None:
+    groups = [RolloutGroup(Prompt([5, 6], index=3), random_rollouts(2))]
+    batch = RolloutBatch(groups, policy_version=4, temperature=0.7, max_completion_tokens=99)
+    state = rollouts_to_state(batch)
+    again = rollouts_from_state(state)
+    assert again is not None
+    assert (again.policy_version, again.temperature, again.max_completion_tokens) == (4, 0.7, 99)
+    assert [r.completion_ids for r in again] == [r.completion_ids for r in batch]
+    assert state is not None
+    del state["max_completion_tokens"]  # as an older version wrote it
+    older = rollouts_from_state(state)
+    assert older is not None
+    assert older.max_completion_tokens == 0

@@ -8,11 +8,11 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lightrl import RLModule
+from lightrl import RLModule, logprobs
 from lightrl.balance import Packer
 from lightrl.packing import MicroBatch, idle_rollout, pack
 from lightrl.policy import PolicyForward, decoder_layers, load_config, load_policy, load_tokenizer, without_dropout
-from lightrl.types import Rollout
+from lightrl.types import Prompt, Rollout, RolloutBatch, RolloutGroup
 from tests.helpers.tiny import VOCAB, by_hand, random_rollouts, save_tiny, tiny_model
 
 SMALL = {
@@ -155,14 +155,31 @@ def test_b11_on_policy_ratio_is_one(cuts: int) -> None:
         assert not clipped.any()
 
 
+@torch.no_grad()
+def score_in(model: PreTrainedModel, parts: list[list[Rollout]]) -> None:
+    """Write the logprobs of before the first update on the rollouts, computed in these micro-batches."""
+    for part in parts:
+        found = PolicyForward()(model, pack(part, temperature=1.0), with_entropy=False)[0]
+        for r, piece in zip(part, found.split([len(r.completion_ids) for r in part]), strict=True):
+            r.scored_logprobs = piece
+
+
 @pytest.mark.parametrize("cuts", [1, 4])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_b13_on_policy_ratio_is_exactly_one_in_bfloat16(cuts: int, autocast: bool) -> None:
+def test_b13_scored_in_the_same_micro_batches_the_ratio_is_exactly_one_in_bfloat16(cuts: int, autocast: bool) -> None:
+    """With gradient or without, with entropy or without. In others it is not: RLModule's first update scores none."""
     model = tiny_model() if autocast else tiny_model().to(torch.bfloat16)
+    rollouts = random_rollouts(12, longest=40)
+    for r in rollouts:
+        r.advantage = 1.0
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-        for off, clipped in on_policy_metrics(model, Packer().split(hand_made_rollouts(), cuts)):
+        parts = Packer().split(rollouts, cuts)
+        score_in(model, parts)
+        for off, clipped in on_policy_metrics(model, parts):
             assert off == 0
             assert not clipped.any()
+        score_in(model, Packer().split(rollouts, 5 - cuts))
+        assert any(off != 0 for off, _ in on_policy_metrics(model, parts)), "the comparison sees no rounding"
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -201,6 +218,29 @@ def test_b16_the_eos_is_trained_on() -> None:
             p += 0.01 * p.grad
     after = by_hand(model, [5, 2], [7, 2])
     assert (after > before + 0.01).all()
+
+
+@pytest.mark.parametrize("name", ["Qwen3", "Granite, scaled logits"])
+def test_scoring_computes_no_entropy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+    chunked = logprobs.chunked_token_logprobs
+
+    def noted(*args: Any, with_entropy: bool = True, **more: Any) -> Any:
+        asked.append(with_entropy)
+        return chunked(*args, with_entropy=with_entropy, **more)
+
+    monkeypatch.setattr("lightrl.policy.chunked_token_logprobs", noted)
+    monkeypatch.setattr("lightrl.policy.entropy", lambda *_: asked.append(True))
+    module = RLModule(build(name), kl_coef=0.1)
+    module.configure_model()
+    rollouts = random_rollouts(3)
+    module.score(RolloutBatch([RolloutGroup(Prompt([1]), rollouts)]), max_tokens=99, reused=True)
+    assert True not in asked
+    right = PolicyForward()(module.policy, pack(rollouts, temperature=1.0))[0]
+    asked.clear()
+    assert torch.equal(torch.cat([r.scored_logprobs for r in rollouts]), right)
+    module.full_loss(pack(rollouts, temperature=1.0))
+    assert True in asked
 
 
 def test_an_idle_rollout_runs_through_and_gives_no_gradient() -> None:

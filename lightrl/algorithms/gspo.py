@@ -48,8 +48,7 @@ class GSPO(RLModule):
             logprobs,
             old,
             batch.advantages,
-            batch.sequence_ids,
             clip_ratio_low=self.clip_ratio_low,
             clip_ratio_high=self.clip_ratio_high,
-            loss_mask=batch.loss_mask,
+            **batch.by_sequence(),
         )

@@ -1,5 +1,6 @@
 """Two gloo ranks: engines in tensor-parallel groups, ranks that fail, and the demo's task."""
 
+import os
 import subprocess
 import sys
 import time
@@ -13,9 +14,13 @@ import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping
 
 from examples.tiny.task import reward, write_task
-from lightrl import RLModule, RolloutDataModule
+from lightrl import RLModule, RolloutDataModule, stream
+from lightrl.datamodule import SizedLoader
 from lightrl.distributed import rank
+from lightrl.moves import even_out
+from lightrl.packing import StepBatch, pack
 from lightrl.strategies import ColocatedHFStrategy, ColocatedVLLMStrategy
+from lightrl.types import Prompt, Rollout, RolloutBatch, RolloutGroup
 from tests.helpers.fits import BAR, Witness, ids_of, quiet_trainer, sampling, tiny_data, whole_weights, with_engine
 from tests.helpers.tiny import tiny_model, tiny_prompts
 
@@ -215,7 +220,9 @@ def idle_main(folder: str) -> None:
 
     trainer = quiet_trainer(ColocatedHFStrategy(), devices=2, max_steps=3)
     module = RLModule(tiny_model(), lr=0.01)
-    trainer.fit(module, tiny_data(tiny_prompts(12), reward=score, max_tokens_per_micro_batch=20))
+    # One prompt on each rank: there is no group that it would help to move.
+    data = tiny_data(tiny_prompts(12), reward=score, prompts_per_step=2, max_tokens_per_micro_batch=20)
+    trainer.fit(module, data)
     keep(folder, (trainer.global_step, whole_weights(module), float(trainer.callback_metrics["train/loss"])))
 
 
@@ -229,6 +236,83 @@ def test_b45_a_rank_with_nothing_to_train_on_takes_part(tmp_path: Path) -> None:
         assert torch.equal(tensor, other_weights[name])
         assert torch.isfinite(tensor).all()
         assert not torch.equal(tensor, start[name])
+
+
+def moves_main(folder: str) -> None:
+    """Nothing that rank 0 samples gets a reward; some of what rank 1 samples is trained on there, or is not."""
+
+    def score(completion: str, ground_truth: Any) -> float | None:
+        return None if rank() == 0 else float(len(completion))
+
+    made = []
+    for work in (even_out, lambda groups, cost: groups):
+        stream.even_out = work
+        module, samples = SGDModule(tiny_model(), kl_coef=0.1), Samples()
+        data = tiny_data(tiny_prompts(16), reward=score, prompts_per_step=8, deterministic=True)
+        quiet_trainer(ColocatedHFStrategy(), devices=2, max_steps=2, callbacks=[samples]).fit(module, data)
+        made.append((samples.ids, whole_weights(module)))
+    keep(folder, made)
+
+
+def test_groups_move_to_the_rank_with_less_to_do_and_the_update_stays_the_same(tmp_path: Path) -> None:
+    run("moves", tmp_path, timeout=240)
+    (first, dealt), (second, sampled) = of_each_rank(tmp_path)
+    assert [len(ids) for ids in dealt[0]] == [0, 0]
+    assert [len(ids) for ids in sampled[0]] == [12, 12]
+    assert all(6 >= len(ids) >= 3 for ids in first[0])
+    for moved, others, here in zip(first[0], second[0], sampled[0], strict=True):
+        assert sorted(moved + others) == sorted(here)
+    for name, right in sampled[1].items():
+        assert torch.equal(first[1][name], second[1][name])
+        torch.testing.assert_close(first[1][name], right, rtol=0, atol=1e-5)
+
+
+def nan_main(folder: str) -> None:
+    """One logprob of rank 1 is NaN in the second step; before it, one in the KL of a reward is."""
+    made: dict[str, Any] = {}
+    module = RLModule(tiny_model(), lr=0.01)
+    steps = [nan_step(bad=False), nan_step(bad=rank_to_be() == 1)]
+    try:
+        quiet_trainer(ColocatedHFStrategy(), devices=2, max_steps=2).fit(module, SizedLoader(2, lambda i: steps[i]))
+    except RuntimeError as error:
+        made["loss"] = str(error)
+    made["weights"] = whole_weights(module)
+    rewarded = RLModule(tiny_model(), kl_coef=0.1, kl_in_reward=True)
+    try:
+        rewarded.rewards(RolloutBatch([RolloutGroup(Prompt([3]), steps[1].rollouts)]))
+    except RuntimeError as error:
+        made["reward"] = str(error)
+    keep(folder, made)
+
+
+def rank_to_be() -> int:
+    """This process's rank, before Lightning has made the process group."""
+    return int(os.environ.get("LOCAL_RANK", 0))
+
+
+def nan_step(bad: bool) -> StepBatch:
+    rollouts = [Rollout([3], [4, 5, i], torch.zeros(3), reward=1.0, advantage=1.0) for i in (5, 6)]
+    for r in rollouts:
+        r.ref_logprobs = torch.zeros(3)
+    if bad:
+        rollouts[1].rollout_logprobs = torch.tensor([0.0, float("nan"), 0.0])
+    return StepBatch([pack(rollouts, temperature=1.0, denominator=12.0)], 0, rollouts)
+
+
+def test_a_fault_of_one_rank_is_named_there_and_ends_both(tmp_path: Path) -> None:
+    run("nan", tmp_path, timeout=240)
+    first, second = of_each_rank(tmp_path)
+    where = "logprobs is nan at completion token 1 of rollout 1 (token ids 3, 4, 5, 6)"
+    for place, tensor in (("loss", "rollout"), ("reward", "old")):
+        assert "another rank names the rollout" in first[place]
+        assert f"{tensor}_{where}" in second[place]
+    assert "step 1: " in first["loss"]
+    assert "step 1: " in second["loss"]
+    start = dict(tiny_model().named_parameters())
+    for name, tensor in first["weights"].items():
+        assert torch.equal(tensor, second["weights"][name])
+        assert torch.isfinite(tensor).all()
+        assert not torch.equal(tensor, start[name])  # by the first step
 
 
 # -- the demo's task --------------------------------------------------------------------------------------------------
@@ -264,5 +348,12 @@ def test_two_ranks_learn_the_demos_task(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    programs = {"strategies": strategies_main, "boom": boom_main, "idle": idle_main, "demo": demo_main}
+    programs = {
+        "strategies": strategies_main,
+        "boom": boom_main,
+        "idle": idle_main,
+        "moves": moves_main,
+        "nan": nan_main,
+        "demo": demo_main,
+    }
     programs[sys.argv[1]](*sys.argv[2:])
