@@ -111,6 +111,8 @@ class Rollout:
     """float32 [C]: the frozen reference's logprobs."""
     group_id: int = 0
     """Equal for completions of one prompt."""
+    turns: int = 1
+    """Turns of the model: more than one only in an environment."""
 
     @property
     def token_ids(self) -> Tensor:
@@ -134,6 +136,12 @@ class RolloutGroup:
     def rewards(self) -> list[float | None]:
         """One reward for each rollout, None where nobody scored it."""
         return [r.reward for r in self.rollouts]
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Mean of the rewards that are there, or None."""
+        given = [reward for reward in self.rewards if reward is not None]
+        return sum(given) / len(given) if given else None
 
 
 @dataclass(slots=True)

@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lightrl.prompts.named import DATASETS, GYM, read_datasets, read_gym
+from lightrl.rewards.extract import hash_answer
+
 Row = dict[str, Any]
 _SHOWN = 120
 
@@ -14,10 +17,11 @@ def load_rows(source: Any) -> list[Row]:
     """Load all rows of a data source.
 
     Args:
-        source: Path of a ``.parquet`` file or of JSON lines (``.jsonl``, ``.json``), a ``datasets.Dataset``, a list of
-            dicts, or a list of prompt strings. Each row has a ``prompt`` (a string or a list of chat messages, the same
-            in every row) and what a reward compares with, see :func:`ground_truth`. Other columns are kept and handed
-            to rewards by name.
+        source: Path of a ``.parquet`` file or of JSON lines (``.jsonl``, ``.json``), ``"datasets:NAME:SPLIT"``,
+            ``"gym:TASK"`` (see :mod:`lightrl.prompts.named`), a ``datasets.Dataset``, a list of dicts, or a list of
+            prompt strings. Each row has a ``prompt`` (a string or a list of chat messages, the same in every row) or,
+            as in GSM8K, a ``question``, which becomes one user message; and what a reward compares with, see
+            :func:`ground_truth`. Other columns are kept and handed to rewards by name.
 
     Returns:
         One dict for each row, in the order of the source; ``reward_model`` is a dict even where the file held a JSON
@@ -46,15 +50,23 @@ def load_rows(source: Any) -> list[Row]:
 def ground_truth(row: Row) -> Any:
     """Return what a reward compares with.
 
-    The first of ``reward_model["ground_truth"]``, ``ground_truth`` and ``answer`` that the row has, or None.
+    The first of ``reward_model["ground_truth"]``, ``ground_truth`` and ``answer`` that the row has, or None. Of an
+    ``answer`` in GSM8K's form it is what follows ``####``.
     """
     reward_model = row.get("reward_model")
     if isinstance(reward_model, dict) and "ground_truth" in reward_model:
         return reward_model["ground_truth"]
-    return row.get("ground_truth", row.get("answer"))
+    if "ground_truth" in row:
+        return row["ground_truth"]
+    answer = row.get("answer")
+    return (hash_answer(answer) or answer) if isinstance(answer, str) else answer
 
 
 def _read(source: Any, where: str) -> list[Any]:
+    if isinstance(source, str) and source.startswith(DATASETS):
+        return read_datasets(source)
+    if isinstance(source, str) and source.startswith(GYM):
+        return read_gym(source)
     if isinstance(source, str | Path):
         return _read_file(Path(source))
     if isinstance(source, list | tuple):
@@ -134,11 +146,13 @@ def _as_row(item: Any, i: int, where: str) -> Row:
         raise ValueError(
             f"{where}, row {i} is a {type(item).__name__} ({_short(item)}): each row must be a dict or a string."
         )
-    if "prompt" not in item:
+    row = dict(item)
+    if "prompt" not in row and isinstance(row.get("question"), str) and row["question"].strip():
+        row["prompt"] = [{"role": "user", "content": row["question"]}]
+    if "prompt" not in row:
         raise ValueError(
             f"{where}, row {i} has no column 'prompt'. Its columns: {sorted(map(str, item))}. Rename one of them."
         )
-    row = dict(item)
     if isinstance(row.get("reward_model"), str):
         row["reward_model"] = _parse_reward_model(row["reward_model"], i, where)
     return row

@@ -80,7 +80,7 @@ class EventLoopThread:
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=_serve, args=(self._loop,), name="lightrl-reward-loop", daemon=True)
+            self._thread = threading.Thread(target=serve, args=(self._loop,), name="lightrl-reward-loop", daemon=True)
             self._thread.start()
         return self._loop
 
@@ -134,7 +134,8 @@ async def _guarded(call: AsyncCall) -> Outcome:
         return Outcome(error=error)
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
+def serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop on this thread until it is stopped, or the thread abandoned."""
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()

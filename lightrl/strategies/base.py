@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +14,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from typing_extensions import override
 
+from lightrl.engines.session import RoundSession, Session
 from lightrl.policy import decoder_layers
 
 if TYPE_CHECKING:
@@ -67,6 +70,11 @@ class RolloutStrategy(ModelParallelStrategy):
 
         All ranks call it together, each with its own prompts (perhaps none).
         """
+
+    @contextmanager
+    def session(self, sampling: Sampling) -> Iterator[Session]:
+        """Generate with requests that come one by one, as :meth:`generate` does; all ranks enter and leave together."""
+        yield RoundSession(self.generate, sampling)
 
     @property
     def policy_version(self) -> int:
