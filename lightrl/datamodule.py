@@ -128,12 +128,8 @@ class RolloutDataModule(LightningDataModule):
         self.episodes = make_episodes(environment)
         if reward is None and self.episodes is None:
             raise ValueError("reward=None: give a reward function, or an environment that rewards")
-        self.rewards = (
-            RewardSum(reward, timeout=reward_timeout, on_error=on_reward_error) if reward is not None else None
-        )
-        self.curriculum: Any = (
-            import_callable(curriculum, "curriculum") if isinstance(curriculum, str) else curriculum
-        )
+        self.rewards = None if reward is None else RewardSum(reward, timeout=reward_timeout, on_error=on_reward_error)
+        self.curriculum: Any = import_callable(curriculum, "curriculum") if isinstance(curriculum, str) else curriculum
         self.shuffle, self.seed, self.deterministic = shuffle, seed, deterministic
         self.tokenizer = self._own_tokenizer = tokenizer
         self._made_with: tuple[PreTrainedTokenizerBase | None, int | None] = (None, None)
@@ -239,7 +235,7 @@ class RolloutDataModule(LightningDataModule):
     def _tokenize_training(self, limit: int | None) -> list[Prompt]:
         pairs = weighted_sources(self.train_prompts)
         if len(pairs) > 1 and self.curriculum is not None:
-            raise ValueError(f"{len(pairs)} weighted sources and a curriculum: it alone decides the order, so join them")
+            raise ValueError(f"a curriculum decides the order alone: join the {len(pairs)} weighted sources")
         parts = [self._tokenize(source, limit) for source, _ in pairs]
         self.sources = [(len(part), weight) for part, (_, weight) in zip(parts, pairs, strict=True)]
         return [prompt for part in parts for prompt in part]

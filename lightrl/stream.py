@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.distributed import all_objects, rank, world_size
-from lightrl.packing import StepBatch, live_tokens, shuffled_parts
 from lightrl.environments.source import EpisodeSource
+from lightrl.packing import StepBatch, live_tokens, shuffled_parts
 from lightrl.prompts import CurriculumOrder, MixedOrder, PromptOrder, stop_token_ids
 from lightrl.rng import derive_seed
 from lightrl.rollout_state import rollouts_from_state, rollouts_to_state
@@ -98,8 +98,8 @@ class RolloutStream:
         sampling = self._sampling("train", self.batches, data.group_size, data.temperature, mine).for_training()
         batch = self._source().rollout([self.prompts[rows[p]] for p in mine], sampling)
         if isinstance(self.order, CurriculumOrder):
-            means = {rows[p]: g.mean_reward for p, g in zip(mine, batch.groups, strict=True) if g.mean_reward is not None}
-            for theirs in all_objects(means):
+            means = [(rows[p], group.mean_reward) for p, group in zip(mine, batch.groups, strict=True)]
+            for theirs in all_objects({row: mean for row, mean in means if mean is not None}):
                 self.order.note(theirs)
         return batch
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightrl.distributed import all_objects
+from lightrl.engines import compat
 from lightrl.engines.session import Request
 from lightrl.types import Completion
 
@@ -48,7 +49,6 @@ class VLLMSession:
 
     def _add(self, name: str, request: Request) -> None:
         from vllm import SamplingParams
-        from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(
@@ -57,7 +57,7 @@ class VLLMSession:
             output_kind=RequestOutputKind.FINAL_ONLY,
             **{**self._options, "max_tokens": request.max_tokens},
         )
-        self._engine.add_request(name, TokensPrompt(prompt_token_ids=request.prompt_ids), params)
+        compat.add_request(self._engine, name, request.prompt_ids, params)
         self._running.add(name)
 
     def gather(self, value: Any) -> list[Any]:

@@ -182,4 +182,3 @@ async def _awaited(value: Awaitable[Any]) -> Any:
 def _outcome(future: Future[Any]) -> Outcome:
     error = RuntimeError("it was cancelled") if future.cancelled() else future.exception()
     return Outcome(error=error) if error is not None else Outcome(value=future.result())
-

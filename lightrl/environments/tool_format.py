@@ -84,7 +84,7 @@ def read_format(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any]) -> Too
     Raises:
         ValueError: the template writes no calls, or not as JSON objects.
     """
-    asked = [{"role": "user", "content": "."}]
+    asked: Any = [{"role": "user", "content": "."}]
     call = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
     options: dict[str, Any] = {"tools": list(tools), "tokenize": False}
     try:

@@ -35,7 +35,7 @@ class ToolUse:
     """
 
     def __init__(self, tools: Sequence[Callable[..., Any]], parse: Parser | None = None) -> None:
-        from transformers.utils import get_json_schema
+        from transformers.utils.chat_template_utils import get_json_schema
 
         if not tools:
             raise ValueError("tools=[]: give at least one function")

@@ -24,7 +24,7 @@ def weighted_sources(prompts: Any) -> list[tuple[Any, float]]:
     else:
         return [(prompts, 1.0)]
     for source, weight in pairs:
-        if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not 0 < weight < math.inf:
+        if isinstance(weight, bool) or not isinstance(weight, numbers.Real) or not 0 < float(weight) < math.inf:
             raise ValueError(f"the weight of {str(source)[:80]!r} is {weight!r}: it must be a number above 0")
     return pairs
 

@@ -21,6 +21,10 @@ RewardLike = RewardFunction | str
 RewardSpec = RewardLike | Sequence[RewardLike] | Mapping[str, RewardLike | tuple[RewardLike, float]]
 
 
+VERL_COMPLETION = "solution_str"
+"""A function with this parameter is verl's ``compute_score(data_source, solution_str, ground_truth, extra_info)``."""
+
+
 @dataclass(frozen=True, slots=True)
 class RewardTerm:
     """One reward function with its place in the sum."""
@@ -48,6 +52,8 @@ class RewardTerm:
         Raises:
             ValueError: If a required parameter is no column.
         """
+        if self.first == VERL_COMPLETION:  # it goes by name: it is not the first
+            return [], self._named({"extra_info": {}} | dict(columns) | {VERL_COMPLETION: completion})
         args = [completion]
         if self.second is not None:
             args.append(columns.get(self.second, ground_truth))
@@ -136,6 +142,9 @@ def _from_signature(
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     batched = any(p.name == "completions" for p in named)
+    if not batched and any(p.name == VERL_COMPLETION for p in named):
+        by_name = {p.name: p.default is p.empty for p in named}
+        return RewardTerm(name, function, weight, False, asynchronous, VERL_COMPLETION, None, by_name, takes_all)
     positional = [] if batched else [p for p in named if p.kind is not p.KEYWORD_ONLY][:2]
     if not batched and not positional:
         raise ValueError(
@@ -225,6 +234,8 @@ def check_value(value: Any) -> float | None:
         TypeError: If it is neither None nor one number (bool and 0-d arrays and tensors are numbers).
         ValueError: If it is NaN or infinite.
     """
+    if isinstance(value, Mapping) and "score" in value:  # verl's functions may return more than the score
+        value = value["score"]
     if value is None:
         return None
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):

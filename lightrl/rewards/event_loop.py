@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 from lightrl.rewards.pool import Abandoned, Outcome, overdue, stop_thread
@@ -70,9 +71,12 @@ class EventLoopThread:
                 self._replace_blocked(job, loop)
         return list(job.outcomes)
 
-    def close(self) -> None:
-        """End the loop and its thread; a later :meth:`start` makes new ones."""
+    def close(self, closers: Sequence[AsyncCall] = ()) -> None:
+        """End the loop and its thread, after calling ``closers`` on it; a later :meth:`start` makes new ones."""
         if self._loop is not None and self._thread is not None:
+            closing = asyncio.run_coroutine_threadsafe(_all_of(closers), self._loop)
+            with suppress(TimeoutError):  # a loop that does not answer is left behind
+                closing.result(timeout=2.0)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=2.0)
         self._loop = self._thread = None
@@ -121,6 +125,10 @@ class EventLoopThread:
             else:
                 task.cancel()
                 job.finish(index, overdue(self.timeout))
+
+
+async def _all_of(calls: Sequence[AsyncCall]) -> None:
+    await asyncio.gather(*(call() for call in calls), return_exceptions=True)
 
 
 async def _guarded(call: AsyncCall) -> Outcome:
