@@ -43,7 +43,7 @@ class ObservationEncoder:
             if not chat:
                 return self._ids(observation)
             observation = [{"role": "user", "content": observation}]
-        if isinstance(observation, Sequence) and observation:
+        if isinstance(observation, Sequence) and not isinstance(observation, bytes) and observation:
             if all(isinstance(item, dict) and "role" in item for item in observation):
                 return self._ids(self._after_turn(list(observation), ended))
             if all(isinstance(item, int) and not isinstance(item, bool) for item in observation):
@@ -71,8 +71,11 @@ class ObservationEncoder:
             raise ValueError(
                 "the chat template does not write the model's turns word for word: return observations as token ids"
             )
+        if ended is None:
+            return rest
         # The model has written the end of its turn itself.
-        return rest.removeprefix(str(self.tokenizer.convert_ids_to_tokens(ended))) if ended is not None else rest
+        space, end, after = rest.partition(str(self.tokenizer.convert_ids_to_tokens(ended)))
+        return after if end and not space.strip() else rest
 
     def _ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

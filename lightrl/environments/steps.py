@@ -30,7 +30,7 @@ class _Step:
     call: Callable[[], Any]
     started: float = 0.0
     thread: threading.Thread | None = None
-    future: Future[Any] | None = None
+    future: Future[Outcome] | None = None
     done: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -175,10 +175,16 @@ class StepRunner:
             return self._loop
 
 
-async def _awaited(value: Awaitable[Any]) -> Any:
-    return await value
+async def _awaited(value: Awaitable[Any]) -> Outcome:
+    try:
+        return Outcome(value=await value)
+    except Abandoned:
+        asyncio.get_running_loop().stop()
+        raise
+    except BaseException as error:  # SystemExit would end the loop, and with it the others' steps
+        return Outcome(error=error)
 
 
-def _outcome(future: Future[Any]) -> Outcome:
+def _outcome(future: Future[Outcome]) -> Outcome:
     error = RuntimeError("it was cancelled") if future.cancelled() else future.exception()
-    return Outcome(error=error) if error is not None else Outcome(value=future.result())
+    return Outcome(error=error) if error is not None else future.result()

@@ -7,7 +7,6 @@ Only formats that write a call as one JSON object are read (Qwen, Hermes, Llama 
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,12 +87,12 @@ def read_format(tokenizer: PreTrainedTokenizerBase, tools: Sequence[Any]) -> Too
     call = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": {_KEY: _VALUE}}}
     options: dict[str, Any] = {"tools": list(tools), "tokenize": False}
     try:
-        before = str(tokenizer.apply_chat_template(asked, add_generation_prompt=True, **options))
+        befores = [str(tokenizer.apply_chat_template(asked, add_generation_prompt=g, **options)) for g in (True, False)]
         answer = [*asked, {"role": "assistant", "content": "", "tool_calls": [call]}]
         text = str(tokenizer.apply_chat_template(answer, **options))
     except Exception as error:
         raise ValueError(f"the chat template of {tokenizer.name_or_path!r} refuses a tool call: {error}") from error
-    shared = len(os.path.commonprefix([before, text]))
+    shared = max((len(before) for before in befores if text.startswith(before)), default=0)
     for start in reversed([m.start() for m in re.finditer(r"\{", text[: text.find(_NAME) + 1])]):
         found = _decode(text, start)
         keys = _keys(found[0]) if found and start >= shared else None

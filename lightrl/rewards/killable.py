@@ -20,6 +20,44 @@ _PROGRAM = Path(__file__).with_name("child.py")
 _START_SECONDS = 120.0
 
 
+class ChildPool:
+    """Child processes that call one function.
+
+    Args:
+        path: import path, ``"package.module:function"`` or ``"file.py:function"``.
+        timeout: seconds that one call may take.
+    """
+
+    def __init__(self, path: str, timeout: float) -> None:
+        if not timeout > 0:
+            raise ValueError(f"timeout={timeout}: must be more than 0.")
+        self.path, self.timeout = path, timeout
+        self._idle: list[_Child] = []
+        self._lock = threading.Lock()
+        weakref.finalize(self, _end_all, self._idle)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the function returns; raises like :class:`KillableReward`."""
+        with self._lock:
+            child = self._idle.pop() if self._idle else None
+        child = child or _Child(self.path, self.timeout)
+        try:
+            fine, value = child.ask((args, kwargs), self.timeout)
+        except BaseException:  # also where this thread is told to stop
+            child.end()
+            raise
+        with self._lock:
+            self._idle.append(child)
+        if not fine:
+            raise RuntimeError(f"in the child process: {value}")
+        return value
+
+    def close(self) -> None:
+        """End the children; a later call starts new ones."""
+        with self._lock:
+            _end_all(self._idle)
+
+
 class KillableReward:
     """Calls a plain function in child processes; one whose call takes too long is killed.
 
@@ -32,7 +70,7 @@ class KillableReward:
             ``reward_timeout``.
 
     Raises:
-        ValueError: a child could not find the function again.
+        ValueError: another process could not find the function again.
 
     Example:
         >>> from lightrl.rewards import exact_match
@@ -41,18 +79,11 @@ class KillableReward:
     """
 
     def __init__(self, function: Callable[..., Any] | str, timeout: float = 10.0) -> None:
-        if not timeout > 0:
-            raise ValueError(f"timeout={timeout}: must be more than 0.")
         found: Any = import_callable(function, "reward") if isinstance(function, str) else function
-        self.path = function if isinstance(function, str) else _path_of(found)
-        if ":" not in self.path:
-            self.path = ":".join(self.path.rsplit(".", 1))
-        self.timeout = timeout
+        path = function if isinstance(function, str) else _path_of(found)
         self.__name__ = str(getattr(found, "__name__", type(found).__name__))
         self.__signature__ = inspect.signature(found)  # the arguments that it gets are those of the function
-        self._idle: list[_Child] = []
-        self._lock = threading.Lock()
-        weakref.finalize(self, _end_all, self._idle)
+        self._pool = ChildPool(path if ":" in path else ":".join(path.rsplit(".", 1)), timeout)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the function returns.
@@ -61,24 +92,11 @@ class KillableReward:
             RewardTimeoutError: it took too long.
             RuntimeError: it raised, or ended its process.
         """
-        with self._lock:
-            child = self._idle.pop() if self._idle else None
-        child = child or _Child(self.path, self.timeout)
-        try:
-            value = child.call((args, kwargs), self.timeout)
-        except BaseException:  # also where this thread is told to stop
-            child.end()
-            raise
-        with self._lock:
-            self._idle.append(child)
-        if not value[0]:
-            raise RuntimeError(f"in the child process: {value[1]}")
-        return value[1]
+        return self._pool.call(*args, **kwargs)
 
     def close(self) -> None:
         """End the children; a later call starts new ones."""
-        with self._lock:
-            _end_all(self._idle)
+        self._pool.close()
 
 
 class _Child:
@@ -88,7 +106,7 @@ class _Child:
             command = [sys.executable, "-P", str(_PROGRAM), str(theirs.fileno())]
             self.process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
         try:
-            fine, facts = self._ask((path, sys.path, timeout), _START_SECONDS)
+            fine, facts = self.ask((path, sys.path, timeout), _START_SECONDS)
         except BaseException:
             self.end()
             raise
@@ -96,10 +114,7 @@ class _Child:
             self.end()
             raise ValueError(f"the child process cannot import {path!r}: {facts}")
 
-    def call(self, call: Any, timeout: float) -> tuple[bool, Any]:
-        return self._ask(call, timeout)
-
-    def _ask(self, message: Any, timeout: float) -> tuple[bool, Any]:
+    def ask(self, message: Any, timeout: float) -> tuple[bool, Any]:
         connection: Connection[Any, Any] = self.connection
         try:
             connection.send(message)

@@ -10,6 +10,11 @@ import logging
 import re
 from typing import Any
 
+import sympy
+from math_verify import parse, verify
+
+logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+
 _RELATIVE_TOLERANCE = 1e-5  # math-verify rounds to six decimals, which makes all tiny numbers equal
 _DIGITS = 30
 _RATIO = re.compile(r"\d+(:\d+)+")
@@ -31,9 +36,6 @@ def _parts(text: str) -> list[int]:
 
 
 def _equal_objects(answer: str, gold: str) -> bool:
-    from math_verify import parse, verify
-
-    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     # The time limits are the parent's.
     left, right = (parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (answer, gold))
     if not left or not right or not verify(right, left, timeout_seconds=None):
@@ -45,9 +47,7 @@ def _equal_objects(answer: str, gold: str) -> bool:
 
 def _close(left: Any, right: Any) -> bool:
     """Compare the numbers in two objects by their size; True where they are not made of numbers."""
-    import sympy
-
-    numbers = [_numbers(value, sympy) for value in (left, right)]
+    numbers = [_numbers(value) for value in (left, right)]
     if None in numbers or len(numbers[0]) != len(numbers[1]):
         return True
     return all(
@@ -55,11 +55,11 @@ def _close(left: Any, right: Any) -> bool:
     )
 
 
-def _numbers(value: Any, sympy: Any) -> Any:
+def _numbers(value: Any) -> Any:
     if isinstance(value, sympy.Eq):
-        return _numbers(value.rhs, sympy)
+        return _numbers(value.rhs)
     if isinstance(value, sympy.FiniteSet | sympy.Tuple):
-        found = [_numbers(part, sympy) for part in value.args]
+        found = [_numbers(part) for part in value.args]
         flat = None if None in found else [n for part in found for n in part]
         if flat is None or not isinstance(value, sympy.FiniteSet):
             return flat

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from lightrl.rewards.extract import boxed_answer, has_box
-from lightrl.rewards.killable import KillableReward
+from lightrl.rewards.killable import ChildPool
 from lightrl.rewards.pool import RewardTimeoutError
 
 _LONGEST_ANSWER = 1000  # characters; nobody writes a longer one, and the parser is slow on them
@@ -36,7 +36,7 @@ class MathMatch:
     def __init__(self, timeout: float = 5.0, unboxed: bool = False) -> None:
         self.unboxed = unboxed
         self.timeouts = 0
-        self._equal = KillableReward(f"{Path(__file__).with_name('math_child.py')}:equal", timeout)
+        self._equal = ChildPool(f"{Path(__file__).with_name('math_child.py')}:equal", timeout)
 
     def __call__(self, completion: str, ground_truth: Any) -> float:
         """Return 1.0 or 0.0."""
@@ -49,7 +49,7 @@ class MathMatch:
         if not answer or len(answer) > _LONGEST_ANSWER:
             return 0.0
         try:
-            return float(self._equal(answer, gold))
+            return float(self._equal.call(answer, gold))
         except RewardTimeoutError:
             if not self.timeouts:
                 warnings.warn(
