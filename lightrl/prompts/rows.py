@@ -28,8 +28,8 @@ def load_rows(source: Any) -> list[Row]:
         string.
 
     Raises:
-        ValueError: If the source is missing, unreadable or empty, or a row has no usable prompt. Rows count from 0,
-            lines from 1.
+        ValueError: If the source is missing, unreadable or empty, a row has no usable prompt, or ground truths are of
+            different types. Rows count from 0, lines from 1.
     """
     where = _describe(source)
     raw = _read(source, where)
@@ -44,6 +44,7 @@ def load_rows(source: Any) -> list[Row]:
                 f"{where} mixes prompt types: row 0 has {kind}, row {i} has {found} ({_short(row['prompt'])}). "
                 "Use either strings or chat messages in the whole 'prompt' column."
             )
+    _check_ground_truths(rows, where)
     return rows
 
 
@@ -193,6 +194,24 @@ def _prompt_kind(row: Row, i: int, where: str) -> str:
     if not any(message["content"] for message in prompt):
         raise ValueError(f"{where}, row {i}: the prompt is empty (no message has content). Remove the row or fill it.")
     return "chat messages"
+
+
+def _check_ground_truths(rows: list[Row], where: str) -> None:
+    first: tuple[int, Any] | None = None
+    for i, row in enumerate(rows):
+        truth = ground_truth(row)
+        if truth is None:
+            continue
+        first = first or (i, truth)
+        if _kind(truth) is not _kind(first[1]):
+            raise ValueError(
+                f"{where} mixes types of ground truth: row {first[0]} has a {type(first[1]).__name__} "
+                f"({_short(first[1])}), row {i} a {type(truth).__name__} ({_short(truth)}). Write all in one way."
+            )
+
+
+def _kind(value: Any) -> type:
+    return float if isinstance(value, int) and not isinstance(value, bool) else type(value)
 
 
 def _describe(source: Any) -> str:
