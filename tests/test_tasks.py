@@ -1,8 +1,6 @@
 """Every reward, data source and order through a real fit: what a task is made of works in training, not only alone."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +8,6 @@ import datasets
 import pytest
 
 from lightrl import RLModule, RolloutDataModule
-from lightrl.distributed import rank
 from lightrl.environments import Episodes
 from lightrl.prompts import gym_rows
 from lightrl.rewards import (
@@ -151,7 +148,9 @@ def test_a_curriculum_decides_the_order_and_is_told_of_rewards() -> None:
     watch = trained(data, max_steps=2)
     assert [len(r.prompt_ids) for r in watch.trained[0]][::2] == [1, 2, 3, 4]
     first = watch.trained[0]
-    means = {8 - len(r.prompt_ids): (r.reward + other.reward) / 2 for r, other in zip(first[::2], first[1::2], strict=True)}
+    means = {
+        8 - len(r.prompt_ids): (r.reward + other.reward) / 2 for r, other in zip(first[::2], first[1::2], strict=True)
+    }
     assert seen[0] == {}
     assert seen[1] == pytest.approx(means)
 
@@ -200,42 +199,3 @@ def test_a_source_rewards_and_an_environment_with_vllm() -> None:
         assert set(terms) == {"environment", "gym", "short"}
         assert rollout.reward == pytest.approx(terms["environment"] + terms["gym"] + 0.5 * terms["short"])
     assert max(logged["kl/mismatch"] for logged in watch.logged) < 1e-6
-
-
-# -- two ranks
-
-
-class Uneven(Echo):
-    """Episodes of one rank are over long before those of the other."""
-
-    made: list[Echo] = []
-
-    def __init__(self, prompt: Any) -> None:
-        super().__init__(prompt)
-        self.turns = 1 if rank() == 0 else 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("strategy", ["hf", pytest.param("tp2", marks=pytest.mark.vllm)])
-def test_two_ranks_play_episodes_of_different_lengths(strategy: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.test_tasks", str(tmp_path), strategy]
-    subprocess.run(command, check=True, timeout=280)
-    found = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)]
-    assert [set(f["turns"]) for f in found] == [{1}, {4}]
-    assert found[0]["turns_mean"] == found[1]["turns_mean"] == 2.5
-    assert max(f["mismatch"] for f in found) < 1e-6
-
-
-def two_ranks(folder: Path, strategy: str) -> None:
-    from lightrl.strategies import ColocatedHFStrategy, ColocatedVLLMStrategy
-
-    chosen = ColocatedHFStrategy() if strategy == "hf" else ColocatedVLLMStrategy(tensor_parallel_size=2)
-    data = tiny_data(None, None, environment=Episodes(Uneven, max_turn_tokens=4), max_completion_tokens=40)
-    watch = trained(data, devices=2, strategy=chosen)
-    turns = [r.turns for step in watch.trained for r in step]
-    logged = {"turns_mean": watch.logged[0]["rollout/turns_mean"], "mismatch": watch.logged[-1]["kl/mismatch"]}
-    (folder / f"{rank()}.json").write_text(json.dumps({"turns": turns, **logged}))
-
-
-if __name__ == "__main__":
-    two_ranks(Path(sys.argv[1]), sys.argv[2])

@@ -120,7 +120,7 @@ def imitate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: i
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.calculator.run", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/calculator"), help="folder for the runs")
-    parser.add_argument("--max-steps", type=int, default=40, help="optimizer steps")
+    parser.add_argument("--max-steps", type=int, default=30, help="optimizer steps")
     parser.add_argument("--warm-up-steps", type=int, default=300, help="steps of imitation before")
     parser.add_argument("--strategy", default="colocated_vllm", choices=["colocated_vllm", "colocated_hf"])
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of sampling")

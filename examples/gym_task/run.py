@@ -71,7 +71,7 @@ def vocabulary() -> list[str]:
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m examples.gym_task.run", description=__doc__)
     parser.add_argument("--out", type=Path, default=Path("runs/gym_task"), help="folder for the runs")
-    parser.add_argument("--max-steps", type=int, default=100, help="optimizer steps")
+    parser.add_argument("--max-steps", type=int, default=120, help="optimizer steps")
     parser.add_argument("--strategy", default="colocated_vllm", choices=["colocated_vllm", "colocated_hf"])
     parser.add_argument("--seed", type=int, default=0, help="of the weights and of sampling")
     return parser.parse_args()

@@ -46,7 +46,7 @@ def draw_curve(log_dir: str | Path, picture: str | Path | None = None, title: st
         if TRAIN in scalars:
             axes.plot(*scalars[TRAIN], color="#4c78a8", linewidth=1.3, label="training prompts, sampled")
         if HELD_OUT in scalars:
-            axes.plot(*scalars[HELD_OUT], "o-", color="#f58518", markersize=5, label="held-out prompts, greedy")
+            axes.plot(*scalars[HELD_OUT], "o-", color="#f58518", markersize=5, label="held-out prompts")
         axes.set(title=title, xlabel="optimizer step", ylabel="mean reward", ylim=(-0.02, 1.04))
         axes.set_xlim(left=0)
         axes.grid(axis="y", color="#dddddd", linewidth=0.7)

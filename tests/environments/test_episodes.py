@@ -79,7 +79,7 @@ def test_every_token_of_an_episode_is_the_oracles(engine: str) -> None:
     assert watch.logged[0]["rollout/turns_mean"] == 3
 
 
-# -- text, messages, ids -----------------------------------------------------------------------------------------------
+# -- text, messages, ids ----------------------------------------------------------------------------------------------
 
 
 class Answers(Echo):
@@ -159,7 +159,7 @@ def test_empty_and_strange_text_is_an_observation_too() -> None:
         assert all(r.reward == 1.0 and r.turns == 2 for r in watch.trained[0])
 
 
-# -- budgets -----------------------------------------------------------------------------------------------------------
+# -- budgets ----------------------------------------------------------------------------------------------------------
 
 
 class Endless(Echo):
@@ -186,7 +186,7 @@ def test_the_budget_of_tokens_holds_for_the_whole_episode() -> None:
     assert any(r.turns > 1 for r in watch.trained[0])
 
 
-# -- failures that cost one episode ------------------------------------------------------------------------------------
+# -- failures that cost one episode -----------------------------------------------------------------------------------
 
 
 class Fails(Echo):
@@ -263,7 +263,7 @@ def test_an_environment_that_rewards_nothing_is_named() -> None:
         play(type("Silent", (Echo,), {"step": lambda self, turn: Done()}))
 
 
-# -- rewards, reproducibility, validation ------------------------------------------------------------------------------
+# -- rewards, reproducibility, validation -----------------------------------------------------------------------------
 
 
 def test_reward_functions_see_the_last_turn_and_all_turns() -> None:
@@ -330,7 +330,7 @@ def test_a_run_that_is_resumed_amid_reused_episodes_ends_the_same(tmp_path: Path
     assert equal(weights(whole.policy), weights(rest.policy))
 
 
-# -- bad arguments -----------------------------------------------------------------------------------------------------
+# -- bad arguments ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

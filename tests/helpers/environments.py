@@ -5,6 +5,7 @@ from typing import Any
 from lightning.pytorch import Callback
 from transformers import PreTrainedTokenizerFast
 
+from lightrl.distributed import rank
 from lightrl.environments import Done, Turn
 from lightrl.types import Prompt, Rollout
 from tests.helpers.fits import plain_copy
@@ -43,6 +44,16 @@ class Echo:
         if len(self.seen) == self.turns:
             return Done(reward=float(sum(t.token_ids[0] % 2 == 0 for t in self.seen)))
         return " ".join(["w9", "w10", "w11"][: len(self.seen)])
+
+
+class Uneven(Echo):
+    """Ends at once on rank 0, and late on the others."""
+
+    made: list[Echo] = []
+
+    def __init__(self, prompt: Prompt) -> None:
+        super().__init__(prompt)
+        self.turns = 1 if rank() == 0 else 4
 
 
 class Rollouts(Callback):

@@ -16,7 +16,7 @@ def as_prompt(row: dict[str, Any]) -> Prompt:
     return Prompt([1], ground_truth=ground_truth(row), columns=row)
 
 
-# -- GSM8K --------------------------------------------------------------------------------------------------------------
+# -- GSM8K ------------------------------------------------------------------------------------------------------------
 
 
 def test_gsm8k_lines_become_chats_with_the_final_answer_as_ground_truth(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_question_that_is_none_does_not_become_a_prompt(question: Any) -> None
         load_rows([{"question": question, "answer": "1"}])
 
 
-# -- datasets -----------------------------------------------------------------------------------------------------------
+# -- datasets ---------------------------------------------------------------------------------------------------------
 
 
 def test_datasets_by_name_from_disk(tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_data_that_is_not_there_is_named(tmp_path: Path) -> None:
         load_rows(f"datasets:{tmp_path}/nowhere:train")
 
 
-# -- reasoning-gym ------------------------------------------------------------------------------------------------------
+# -- reasoning-gym ----------------------------------------------------------------------------------------------------
 
 
 def test_gym_rows_are_reproducible_and_scored_by_their_own_task() -> None:
