@@ -54,6 +54,11 @@ class RolloutsAhead:
 
     def _work(self) -> Work:
         stream, module = self._stream, self._stream.module
+        if stream.data.episodes is not None:
+            raise ValueError(
+                "environment=... needs a strategy that takes turns with training so far: use 'colocated_vllm' or "
+                "'colocated_hf' in place of 'async_vllm'"
+            )
         assert stream.order is not None
         rounds = module.max_sampling_rounds
         return Work(
@@ -68,7 +73,7 @@ class RolloutsAhead:
         )
 
     def _score(self, prompts: list[Prompt], completions: list[list[Completion]]) -> list[RolloutGroup]:
-        return self._stream.source().scored(prompts, completions)[0]
+        return self._stream.source().graded(prompts, completions)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the producer's state, of rank 0, on every rank (all ranks call it together)."""

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
 
 from lightrl.distributed import all_objects, world_size
+from lightrl.environments.base import EnvironmentFactory, Episodes, make_episodes
+from lightrl.loaders import SizedLoader
 from lightrl.policy import load_config
-from lightrl.prompts import load_rows, tokenize_prompts
+from lightrl.prompts import Curriculum, load_rows, tokenize_prompts, weighted_sources
 from lightrl.rewards import RewardSum
-from lightrl.rewards.base import RewardSpec
+from lightrl.rewards.base import RewardSpec, import_callable
 from lightrl.strategies.base import RolloutStrategy
 from lightrl.stream import RolloutStream
 from lightrl.types import Prompt, Sampling
@@ -22,34 +23,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class SizedLoader:
-    """An iterable with a length: Lightning fetches its next item only when a step wants it, never one ahead.
-
-    Args:
-        size: items in an epoch.
-        item: makes item ``i`` of the epoch.
-    """
-
-    def __init__(self, size: int, item: Callable[[int], Any]) -> None:
-        self.size, self.item = size, item
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __iter__(self) -> Iterator[Any]:
-        for i in range(self.size):
-            yield self.item(i)
-
-
 class RolloutDataModule(LightningDataModule):
     """Samples completions of prompts, scores them and hands out optimizer steps.
 
     Args:
-        train_prompts: parquet or JSON-lines file, ``datasets.Dataset``, or list; with a column ``prompt`` (text or
-            chat messages) and, for the reward, ``reward_model`` (``{"ground_truth": ...}``), ``ground_truth`` or
-            ``answer``. None: only validate.
+        train_prompts: parquet or JSON-lines file, ``"datasets:NAME:SPLIT"``, ``"gym:TASK"``, ``datasets.Dataset``, or
+            list; with a column ``prompt`` (text or chat messages) and, for the reward, ``reward_model``
+            (``{"ground_truth": ...}``), ``ground_truth`` or ``answer``. Several: a mapping of source to weight, or a
+            list of (source, weight). None: only validate.
         reward: ``reward(completion, ground_truth, **columns) -> float``, its import path, a list, or a mapping of name
-            to reward or (reward, weight).
+            to reward or (reward, weight). None: the environment's own.
         group_size: completions of each prompt.
         prompts_per_step: prompts of one rollout batch, over all ranks.
         max_completion_tokens: longest completion, its stop token included.
@@ -72,6 +55,11 @@ class RolloutDataModule(LightningDataModule):
         deterministic: a seed for each completion, so that what is sampled does not depend on how prompts are batched
             (slower).
         tokenizer: None: the model's.
+        environment: makes the environment of an episode from its prompt (a class, say, or its import path), or
+            :class:`~lightrl.environments.Episodes` with limits; ``max_completion_tokens`` is then the budget of a whole
+            episode. None: a rollout is one completion.
+        curriculum: function, or its import path, that orders the prompts of each epoch in place of ``shuffle``; see
+            :data:`~lightrl.prompts.Curriculum`.
 
     Raises:
         ValueError: an argument is out of range.
@@ -80,7 +68,7 @@ class RolloutDataModule(LightningDataModule):
     def __init__(
         self,
         train_prompts: Any,
-        reward: RewardSpec,
+        reward: RewardSpec | None = None,
         group_size: int = 8,
         prompts_per_step: int = 64,
         max_completion_tokens: int = 1024,
@@ -102,6 +90,8 @@ class RolloutDataModule(LightningDataModule):
         seed: int | None = None,
         deterministic: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
+        environment: Episodes | EnvironmentFactory | str | None = None,
+        curriculum: Curriculum | str | None = None,
     ) -> None:
         super().__init__()
         counts = {
@@ -135,7 +125,11 @@ class RolloutDataModule(LightningDataModule):
         self.epochs_per_rollout, self.minibatches_per_rollout = epochs_per_rollout, minibatches_per_rollout
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.on_long_prompt, self.system_prompt, self.template_kwargs = on_long_prompt, system_prompt, template_kwargs
-        self.rewards = RewardSum(reward, timeout=reward_timeout, on_error=on_reward_error)
+        self.episodes = make_episodes(environment)
+        if reward is None and self.episodes is None:
+            raise ValueError("reward=None: give a reward function, or an environment that rewards")
+        self.rewards = None if reward is None else RewardSum(reward, timeout=reward_timeout, on_error=on_reward_error)
+        self.curriculum: Any = import_callable(curriculum, "curriculum") if isinstance(curriculum, str) else curriculum
         self.shuffle, self.seed, self.deterministic = shuffle, seed, deterministic
         self.tokenizer = self._own_tokenizer = tokenizer
         self._made_with: tuple[PreTrainedTokenizerBase | None, int | None] = (None, None)
@@ -143,6 +137,8 @@ class RolloutDataModule(LightningDataModule):
         """Longest prompt + completion in tokens, known after ``setup``: what the engine has to be able to hold."""
         self._train: list[Prompt] = []
         self._val: list[Prompt] = []
+        self.sources: list[tuple[int, float]] = []
+        """Prompts and weight of each training source, known after ``setup``."""
         self._stream: RolloutStream | None = None
 
     # -- set-up -------------------------------------------------------------------------------------------------------
@@ -159,8 +155,10 @@ class RolloutDataModule(LightningDataModule):
         if made_with != self._made_with:  # token ids of another model's tokenizer would be other words
             self._made_with, self._train, self._val = made_with, [], []
         self.tokenizer, limit = made_with
+        if self.episodes is not None:
+            self.episodes.setup(self.tokenizer)
         if stage == "fit":
-            self._train = self._train or self._tokenize(self.train_prompts, limit)
+            self._train = self._train or self._tokenize_training(limit)
             self._check_training()
         if self.val_prompts is not None:
             self._val = self._val or self._tokenize(self.val_prompts, limit)
@@ -192,11 +190,10 @@ class RolloutDataModule(LightningDataModule):
             if self.val_prompts is None:
                 raise ValueError(f"val_prompts is None: {stage} needs prompts")
             return
-        if self._the_trainer.accumulate_grad_batches != 1:
+        if (accumulate := self._the_trainer.accumulate_grad_batches) != 1:
             raise ValueError(
-                f"accumulate_grad_batches={self._the_trainer.accumulate_grad_batches}: one batch is already one whole "
-                "optimizer step. Its size is prompts_per_step; how much of it is on the device at once is "
-                "max_tokens_per_micro_batch"
+                f"accumulate_grad_batches={accumulate}: one batch is already one whole optimizer step. Its size is "
+                "prompts_per_step; how much of it is on the device at once is max_tokens_per_micro_batch"
             )
         if self.train_prompts is None:
             raise ValueError("train_prompts is None: fit needs prompts to train on")
@@ -234,6 +231,20 @@ class RolloutDataModule(LightningDataModule):
             )
         return left if self.max_prompt_tokens is None else min(left, self.max_prompt_tokens)
 
+    def _tokenize_training(self, limit: int | None) -> list[Prompt]:
+        pairs = weighted_sources(self.train_prompts)
+        if len(pairs) > 1 and self.curriculum is not None:
+            raise ValueError(f"a curriculum decides the order alone: join the {len(pairs)} weighted sources")
+        parts = [self._tokenize(source, limit) for source, _ in pairs]
+        self.sources = [(len(part), weight) for part, (_, weight) in zip(parts, pairs, strict=True)]
+        return [prompt for part in parts for prompt in part]
+
+    @property
+    def chat_arguments(self) -> dict[str, Any]:
+        """Arguments of the chat template, the environment's tools among them."""
+        tools = self.episodes.tools if self.episodes is not None else None
+        return (self.template_kwargs or {}) | ({"tools": tools} if tools else {})
+
     def _tokenize(self, prompts: Any, limit: int | None) -> list[Prompt]:
         assert self.tokenizer is not None
         return tokenize_prompts(
@@ -242,7 +253,7 @@ class RolloutDataModule(LightningDataModule):
             max_prompt_tokens=limit,
             on_long_prompt=self.on_long_prompt,
             system_prompt=self.system_prompt,
-            template_kwargs=self.template_kwargs,
+            template_kwargs=self.chat_arguments,
         )
 
     # -- loaders ------------------------------------------------------------------------------------------------------
@@ -284,5 +295,6 @@ class RolloutDataModule(LightningDataModule):
             self._stream.load_state_dict(state_dict)
 
     def teardown(self, stage: str) -> None:
-        """End the threads that rewards run on."""
-        self.rewards.close()
+        """End the threads and processes that rewards run on."""
+        if self.rewards is not None:
+            self.rewards.close()

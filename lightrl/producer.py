@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightrl.engines.messages import Output, Request, float_tensor
+from lightrl.prompts import CurriculumOrder
 from lightrl.queue import RolloutQueue, Ticket
 from lightrl.rng import derive_seed
 from lightrl.rollout_state import group_from_state, group_to_state
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from lightrl.pools.pool import EnginePool
-    from lightrl.prompts import PromptOrder
+    from lightrl.prompts import MixedOrder, PromptOrder
 
 
 @dataclass(slots=True)
@@ -39,7 +40,7 @@ class Work:
     """What to sample and how to score it."""
 
     prompts: list[Prompt]
-    order: PromptOrder
+    order: PromptOrder | MixedOrder
     sampling: Sampling
     seed: int
     deterministic: bool
@@ -162,6 +163,8 @@ class RolloutProducer:
             self._event.set()
 
     def _finish(self, ticket: Ticket[RolloutGroup], group: RolloutGroup) -> None:
+        if isinstance(self.work.order, CurriculumOrder) and group.mean_reward is not None:
+            self.work.order.note({self.rows[ticket.number]: group.mean_reward})
         if self.work.keep(group):
             self.queue.finish(ticket, group)
             return

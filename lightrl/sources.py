@@ -9,7 +9,7 @@ import torch
 
 from lightrl.distributed import all_objects
 from lightrl.groups import has_spread
-from lightrl.rewards import RewardSum
+from lightrl.rewards import RewardSum, Score
 from lightrl.types import Completion, Prompt, Rollout, RolloutBatch, RolloutGroup, Sampling
 
 if TYPE_CHECKING:
@@ -27,60 +27,83 @@ class RolloutSource:
         rewards: scores them.
     """
 
-    def __init__(self, strategy: RolloutStrategy, tokenizer: PreTrainedTokenizerBase, rewards: RewardSum) -> None:
+    def __init__(
+        self, strategy: RolloutStrategy, tokenizer: PreTrainedTokenizerBase, rewards: RewardSum | None
+    ) -> None:
         self.strategy, self.tokenizer, self.rewards = strategy, tokenizer, rewards
+        self._generated = 0.0  # when the last completion had come
 
     def rollout(self, prompts: list[Prompt], sampling: Sampling) -> RolloutBatch:
         """Sample and score. All ranks call it together, each with its own prompts (perhaps none)."""
-        completions = self.strategy.generate([p.token_ids for p in prompts], sampling)
-        groups, seconds = self.scored(prompts, completions)
+        groups = _graded(*self.sample(prompts, sampling))
+        seconds = self.strategy.seconds | {"time/reward": time.perf_counter() - self._generated}
         version, longest = self.strategy.policy_version, sampling.max_completion_tokens
-        return RolloutBatch(groups, version, sampling.temperature, self.strategy.seconds | seconds, longest)
+        return RolloutBatch(groups, version, sampling.temperature, seconds, longest)
 
-    def scored(
+    def sample(self, prompts: list[Prompt], sampling: Sampling) -> tuple[list[RolloutGroup], list[Score]]:
+        """Return one group for each prompt, and one score for each rollout in them."""
+        completions = self.strategy.generate([p.token_ids for p in prompts], sampling)
+        self._generated = time.perf_counter()
+        return self._scored(prompts, completions)
+
+    def graded(self, prompts: list[Prompt], completions: list[list[Completion]]) -> list[RolloutGroup]:
+        """Return groups of scored rollouts of what was sampled, one for each prompt."""
+        return _graded(*self._scored(prompts, completions))
+
+    def _scored(
         self, prompts: list[Prompt], completions: list[list[Completion]]
-    ) -> tuple[list[RolloutGroup], dict[str, float]]:
-        """Return groups of scored rollouts, one for each prompt, and the seconds that scoring took."""
-        started = time.perf_counter()
+    ) -> tuple[list[RolloutGroup], list[Score]]:
         texts = self._decode([c.token_ids for group in completions for c in group])
         owners = [p for p, group in zip(prompts, completions, strict=True) for _ in group]
+        assert self.rewards is not None
         scores = self.rewards.score(texts, owners, [c.token_ids for group in completions for c in group])
-        seconds = {"time/reward": time.perf_counter() - started}
-        rest = iter(zip(texts, scores, strict=True))
-        groups = []
-        for group_id, (prompt, group) in enumerate(zip(prompts, completions, strict=True)):
-            rollouts = []
-            for completion in group:
-                text, score = next(rest)
-                rollouts.append(
-                    Rollout(
-                        prompt_ids=prompt.token_ids,
-                        completion_ids=completion.token_ids,
-                        rollout_logprobs=completion.logprobs,
-                        reward=score.total,
-                        reward_terms=score.terms,
-                        policy_versions=completion.policy_versions,
-                        truncated=completion.truncated,
-                        text=text,
-                        group_id=group_id,
-                    )
-                )
-            groups.append(RolloutGroup(prompt, rollouts))
-        return groups, seconds
+        rest = iter(texts)
+        groups = [
+            RolloutGroup(prompt, [_rollout(prompt, c, next(rest), group_id) for c in group])
+            for group_id, (prompt, group) in enumerate(zip(prompts, completions, strict=True))
+        ]
+        return groups, scores
 
     def require_scores(self, batch: RolloutBatch) -> None:
         """Raise ValueError if no rollout on any rank has a reward and no reward failed (a collective)."""
-        mine = (sum(r.reward is not None for r in batch), len(batch), sum(self.rewards.failures.values()))
+        mine = (sum(r.reward is not None for r in batch), len(batch), self._failures)
         scored, total, failed = (sum(column) for column in zip(*all_objects(mine), strict=True))
         if total and not scored and not failed:
-            names = ", ".join(repr(term.name) for term in self.rewards.terms)
+            names = ", ".join(repr(name) for name in self._names)
             raise ValueError(
                 f"none of {total} completions has a reward: {names} returned None for each, which means 'I abstain'. "
                 "Return a number (is a `return` missing?)"
             )
 
+    @property
+    def _failures(self) -> int:
+        return sum(self.rewards.failures.values()) if self.rewards is not None else 0
+
+    @property
+    def _names(self) -> list[str]:
+        return [term.name for term in self.rewards.terms] if self.rewards is not None else []
+
     def _decode(self, ids: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+
+
+def _rollout(prompt: Prompt, completion: Completion, text: str, group_id: int) -> Rollout:
+    return Rollout(
+        prompt_ids=prompt.token_ids,
+        completion_ids=completion.token_ids,
+        rollout_logprobs=completion.logprobs,
+        policy_versions=completion.policy_versions,
+        truncated=completion.truncated,
+        text=text,
+        group_id=group_id,
+    )
+
+
+def _graded(groups: list[RolloutGroup], scores: list[Score]) -> list[RolloutGroup]:
+    rollouts = [r for group in groups for r in group.rollouts]
+    for rollout, score in zip(rollouts, scores, strict=True):
+        rollout.reward, rollout.reward_terms = score.total, score.terms
+    return groups
 
 
 def measure(batch: RolloutBatch, version_now: int) -> dict[str, tuple[float, float]]:
@@ -107,8 +130,11 @@ def measure(batch: RolloutBatch, version_now: int) -> dict[str, tuple[float, flo
     for name in terms if len(terms) > 1 else ():
         values = [v for r in rollouts if (v := r.reward_terms.get(name)) is not None]
         measured[f"reward/{name}"] = (sum(values), len(values))
-    oldest = float(max(all_objects(max(ages, default=0))))
+    extremes = all_objects((max(ages, default=0), max((r.turns for r in rollouts), default=0)))
+    oldest, most_turns = (max(column) for column in zip(*extremes, strict=True))
     measured["rollout/staleness_max"] = (oldest, 1)
+    if most_turns > 1:  # on any rank: all must have the same names
+        measured["rollout/turns_mean"] = (sum(r.turns for r in rollouts), len(rollouts))
     measured |= {name: (value, 1) for name, value in batch.seconds.items()}
     return {name: (float(total), float(count)) for name, (total, count) in measured.items()}
 

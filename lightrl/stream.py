@@ -10,9 +10,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.ahead import RolloutsAhead
 from lightrl.distributed import all_objects, rank, world_size
+from lightrl.environments.source import EpisodeSource
 from lightrl.moves import even_out
 from lightrl.packing import StepBatch, live_tokens, shuffled_parts
-from lightrl.prompts import PromptOrder, stop_token_ids
+from lightrl.prompts import CurriculumOrder, MixedOrder, PromptOrder, stop_token_ids
 from lightrl.rng import derive_seed
 from lightrl.rollout_state import rollouts_from_state, rollouts_to_state
 from lightrl.sources import RolloutSource, measure
@@ -33,7 +34,7 @@ class RolloutStream:
 
     def __init__(self, data: RolloutDataModule, prompts: list[Prompt], seed: int) -> None:
         self.data, self.prompts, self.seed = data, prompts, seed
-        self.order = PromptOrder(len(prompts), seed, data.shuffle) if prompts else None
+        self.order = self._make_order() if prompts else None
         self.batches = 0
         """Rounds of sampling used up: one for each rollout batch, more where groups were replaced."""
         self.step = 0
@@ -41,6 +42,15 @@ class RolloutStream:
         self.current: RolloutBatch | None = None
         self._ahead = RolloutsAhead(self)
         self._warned = False
+
+    def _make_order(self) -> PromptOrder | MixedOrder:
+        data = self.data
+        if data.curriculum is not None:
+            return CurriculumOrder(self.prompts, self.seed, data.curriculum)
+        if len(data.sources) > 1:
+            sizes, weights = zip(*data.sources, strict=True)
+            return MixedOrder(sizes, weights, self.seed, data.shuffle)
+        return PromptOrder(len(self.prompts), self.seed, data.shuffle)
 
     @property
     def steps_per_rollout(self) -> int:
@@ -103,7 +113,12 @@ class RolloutStream:
         rows = dict(zip(places, self.order.take(len(places)), strict=True))
         mine = [p for p in places if p % world_size() == rank()]
         sampling = self._sampling("train", self.batches, data.group_size, data.temperature, mine).for_training()
-        return self.source().rollout([self.prompts[rows[p]] for p in mine], sampling)
+        batch = self.source().rollout([self.prompts[rows[p]] for p in mine], sampling)
+        if isinstance(self.order, CurriculumOrder):
+            means = [(rows[p], group.mean_reward) for p, group in zip(mine, batch.groups, strict=True)]
+            for theirs in all_objects({row: mean for row, mean in means if mean is not None}):
+                self.order.note(theirs)
+        return batch
 
     def _replaced(self, batch: RolloutBatch) -> tuple[RolloutBatch, RolloutBatch]:
         """Return the batch with the groups that the module refuses replaced, and one of all that was sampled.
@@ -179,7 +194,10 @@ class RolloutStream:
     def source(self) -> RolloutSource:
         """Return what samples and scores."""
         assert self.data.tokenizer is not None
-        return RolloutSource(self._trainer.strategy, self.data.tokenizer, self.data.rewards)
+        strategy, tokenizer, rewards = self._trainer.strategy, self.data.tokenizer, self.data.rewards
+        if self.data.episodes is None:
+            return RolloutSource(strategy, tokenizer, rewards)
+        return EpisodeSource(strategy, tokenizer, rewards, self.data.episodes, self.data.chat_arguments)
 
     @property
     def _trainer(self) -> Any:

@@ -117,6 +117,8 @@ class Rollout:
     """float32 [C]: a critic's values from before each token on, before the first update on this rollout."""
     returns: Tensor | None = None
     """float32 [C]: what those values are drawn to."""
+    turns: int = 1
+    """Turns of the model: more than one only in an environment."""
 
     @property
     def token_ids(self) -> Tensor:
@@ -140,6 +142,12 @@ class RolloutGroup:
     def rewards(self) -> list[float | None]:
         """One reward for each rollout, None where nobody scored it."""
         return [r.reward for r in self.rollouts]
+
+    @property
+    def mean_reward(self) -> float | None:
+        """Mean of the rewards that are there, or None."""
+        given = [reward for reward in self.rewards if reward is not None]
+        return sum(given) / len(given) if given else None
 
 
 @dataclass(slots=True)

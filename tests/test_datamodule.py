@@ -84,7 +84,7 @@ CHAT = [[{"role": "user", "content": "w5"}]] * 4
 PROMPTS_OF_1_TO_12 = [{"prompt": " ".join(["w5"] * n)} for n in (1, 2, 3, 12)]
 BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "missing file": ({"prompts": "nowhere/train.parquet"}, ["nowhere/train.parquet", "does not exist"]),
-    "missing column": ({"prompts": [{"question": "w5", "answer": "1"}]}, ["'prompt'", "['answer', 'question']"]),
+    "missing column": ({"prompts": [{"query": "w5", "answer": "1"}]}, ["'prompt'", "['answer', 'query']"]),
     "empty list": ({"prompts": []}, ["empty"]),
     "empty dataset": ({"prompts": datasets.Dataset.from_dict({"prompt": []})}, ["empty"]),
     "fewer prompts than a step (B31)": (

@@ -29,12 +29,13 @@ def read_scalars(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]
     return scalars
 
 
-def draw_curve(log_dir: str | Path, picture: str | Path | None = None) -> Path:
+def draw_curve(log_dir: str | Path, picture: str | Path | None = None, title: str = "Largest of three digits") -> Path:
     """Draw training and held-out reward over optimizer steps and return where the picture is.
 
     Args:
         log_dir: folder with the run's event files.
         picture: PNG to write; None: ``reward.png`` in ``log_dir``.
+        title: of the picture.
     """
     scalars = read_scalars(log_dir)
     picture = Path(picture or Path(log_dir) / "reward.png")
@@ -45,8 +46,8 @@ def draw_curve(log_dir: str | Path, picture: str | Path | None = None) -> Path:
         if TRAIN in scalars:
             axes.plot(*scalars[TRAIN], color="#4c78a8", linewidth=1.3, label="training prompts, sampled")
         if HELD_OUT in scalars:
-            axes.plot(*scalars[HELD_OUT], "o-", color="#f58518", markersize=5, label="held-out prompts, greedy")
-        axes.set(title="Largest of three digits", xlabel="optimizer step", ylabel="mean reward", ylim=(-0.02, 1.04))
+            axes.plot(*scalars[HELD_OUT], "o-", color="#f58518", markersize=5, label="held-out prompts")
+        axes.set(title=title, xlabel="optimizer step", ylabel="mean reward", ylim=(-0.02, 1.04))
         axes.set_xlim(left=0)
         axes.grid(axis="y", color="#dddddd", linewidth=0.7)
         axes.legend(loc="lower right", frameon=False)

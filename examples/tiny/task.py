@@ -12,6 +12,7 @@ import itertools
 import json
 import random
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,25 +97,25 @@ def split_triples(seed: int = 0, held_out: float = 0.2, rows_per_answer: int = 2
     return train, test
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer of one token a word: digits set apart by spaces, and role markers."""
-    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(VOCABULARY)}, unk_token="<unk>"))
+def make_tokenizer(words: Sequence[str] = VOCABULARY, chat_template: str = CHAT_TEMPLATE) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of one token a word, set apart by spaces; ``words`` begin like ``VOCABULARY``."""
+    tokenizer = Tokenizer(models.WordLevel({token: i for i, token in enumerate(words)}, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     # Only these two are "special", which decoding leaves out: "9 <user>" must not be taken for the answer "9".
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
         eos_token="<eos>",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=chat_template,
         clean_up_tokenization_spaces=False,
         model_max_length=128,
     )
 
 
-def make_model(seed: int = 0) -> Qwen3ForCausalLM:
+def make_model(seed: int = 0, words: Sequence[str] = VOCABULARY) -> Qwen3ForCausalLM:
     """Return a Qwen3 of 0.3 million random weights; the caller's random state is left alone."""
     config = Qwen3Config(
-        vocab_size=len(VOCABULARY),
+        vocab_size=len(words),
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=2,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
 
+from lightrl.engines.session import Session
 from lightrl.types import Completion, Sampling
 
 
@@ -19,6 +21,9 @@ class Engine(Protocol):
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, policy_version: int) -> list[list[Completion]]:
         """Return ``sampling.num_completions`` completions of each prompt, stamped with ``policy_version``."""
+
+    def session(self, sampling: Sampling, policy_version: int) -> AbstractContextManager[Session]:
+        """Generate with requests that come one by one; ``generate`` has to wait until the session ends."""
 
     def score(self, sequences: list[list[int]]) -> list[Tensor]:
         """Return, for each sequence of L tokens, float32 [L - 1]: logprobs of tokens 2..L at temperature 1."""

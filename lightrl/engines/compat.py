@@ -135,3 +135,14 @@ def shut_down(llm: Any) -> None:
     if world is not None:
         world.destroy()
         parallel_state._WORLD = None
+
+
+def add_request(engine: Any, name: str, prompt_ids: list[int], params: Any) -> None:
+    """Hand a request to a running ``LLMEngine``, in the form that its version wants a prompt of token ids in."""
+    from vllm.inputs import TokensPrompt
+
+    prompt: Any = TokensPrompt(prompt_token_ids=prompt_ids)
+    renderer: Any = getattr(engine, "renderer", None)
+    if hasattr(renderer, "render_cmpl"):
+        (prompt,) = renderer.render_cmpl([prompt])
+    engine.add_request(name, prompt, params)

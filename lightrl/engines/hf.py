@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from lightrl.distributed import all_objects, rank, world_size
+from lightrl.engines.session import RoundSession
 from lightrl.rng import derive_seed, forked_rng
 from lightrl.types import Completion, Sampling
 
@@ -46,6 +48,11 @@ class HFEngine:
             completions = self._sample(batch, sampling, seed, policy_version)
             done += completions if i < len(jobs) else []
         return [done[i : i + n] for i in range(0, len(done), n)]
+
+    @contextmanager
+    def session(self, sampling: Sampling, policy_version: int) -> Iterator[RoundSession]:
+        """See :class:`~lightrl.engines.base.Engine`: Transformers takes no request while others run."""
+        yield RoundSession(lambda prompts, s: self.generate(prompts, s, policy_version), sampling)
 
     def _sample(self, rows: list[list[int]], sampling: Sampling, seed: int, version: int) -> list[Completion]:
         from transformers import GenerationConfig

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +18,7 @@ from lightrl.distributed import all_objects, rank, world_size
 from lightrl.engines import compat
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.fingerprint import Fingerprint
+from lightrl.engines.vllm_session import VLLMSession
 from lightrl.lora import check_engine_merges
 from lightrl.rng import derive_seed, forked_rng
 from lightrl.types import Completion, Sampling
@@ -99,15 +102,7 @@ class VLLMEngine:
     def _sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[list[Any]]:
         from vllm import SamplingParams
 
-        n = sampling.num_completions
-        options: dict[str, Any] = OUTPUT | {
-            "max_tokens": sampling.max_completion_tokens,
-            "temperature": sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "stop_token_ids": list(sampling.stop_token_ids),
-        }
+        n, options = sampling.num_completions, _options(sampling)
         if not seeds:
             outputs = self._run(prompts, SamplingParams(n=n, **options), derive_seed(sampling.seed, self._tp_index))
             return [list(o.outputs) for o in outputs]
@@ -122,6 +117,17 @@ class VLLMEngine:
 
         with torch.no_grad(), forked_rng(seed):
             return self.llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def session(self, sampling: Sampling, policy_version: int) -> Iterator[VLLMSession]:
+        """See :class:`~lightrl.engines.base.Engine`."""
+        to_completion = partial(_completion, policy_version=policy_version)
+        session = VLLMSession(self.llm, _options(sampling), to_completion, self._tp_group)
+        with torch.no_grad(), forked_rng(derive_seed(sampling.seed, self._tp_index)):
+            try:
+                yield session
+            finally:
+                session.close()
 
     def score(self, sequences: list[list[int]]) -> list[Tensor]:
         """See :class:`~lightrl.engines.base.Engine`."""
@@ -218,6 +224,17 @@ def llm_args(dtype: str, device_type: str) -> dict[str, Any]:
         "generation_config": "vllm",
         "disable_log_stats": True,
         **(cpu if device_type == "cpu" else {}),
+    }
+
+
+def _options(sampling: Sampling) -> dict[str, Any]:
+    return OUTPUT | {
+        "max_tokens": sampling.max_completion_tokens,
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "stop_token_ids": list(sampling.stop_token_ids),
     }
 
 

@@ -5,7 +5,21 @@ or dropped.
 """
 
 from lightrl.prompts.chat import stop_token_ids, tokenize_prompts
+from lightrl.prompts.curriculum import Curriculum, CurriculumOrder
+from lightrl.prompts.mixture import MixedOrder, weighted_sources
+from lightrl.prompts.named import gym_rows
 from lightrl.prompts.order import PromptOrder
 from lightrl.prompts.rows import ground_truth, load_rows
 
-__all__ = ["PromptOrder", "ground_truth", "load_rows", "stop_token_ids", "tokenize_prompts"]
+__all__ = [
+    "Curriculum",
+    "CurriculumOrder",
+    "MixedOrder",
+    "PromptOrder",
+    "ground_truth",
+    "gym_rows",
+    "load_rows",
+    "stop_token_ids",
+    "tokenize_prompts",
+    "weighted_sources",
+]

@@ -48,7 +48,7 @@ class PromptOrder:
             raise ValueError(f"take({n}): the number of rows must be 0 or more.")
         taken: list[int] = []
         while len(taken) < n:
-            if self.position == self.num_prompts:
+            if self.position == len(self._rows):
                 self.epoch, self.position = self.epoch + 1, 0
                 self._rows = self._permutation()
             piece = self._rows[self.position : self.position + n - len(taken)]
@@ -56,7 +56,7 @@ class PromptOrder:
             self.position += len(piece)
         return taken
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the exact position, in plain integers."""
         return {
             "epoch": self.epoch,

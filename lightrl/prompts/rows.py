@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
+from lightrl.prompts.named import DATASETS, GYM, read_datasets, read_gym
+from lightrl.rewards.extract import hash_answer
+
 Row = dict[str, Any]
 _SHOWN = 120
 
@@ -14,18 +17,19 @@ def load_rows(source: Any) -> list[Row]:
     """Load all rows of a data source.
 
     Args:
-        source: Path of a ``.parquet`` file or of JSON lines (``.jsonl``, ``.json``), a ``datasets.Dataset``, a list of
-            dicts, or a list of prompt strings. Each row has a ``prompt`` (a string or a list of chat messages, the same
-            in every row) and what a reward compares with, see :func:`ground_truth`. Other columns are kept and handed
-            to rewards by name.
+        source: Path of a ``.parquet`` file or of JSON lines (``.jsonl``, ``.json``), ``"datasets:NAME:SPLIT"``,
+            ``"gym:TASK"`` (see :mod:`lightrl.prompts.named`), a ``datasets.Dataset``, a list of dicts, or a list of
+            prompt strings. Each row has a ``prompt`` (a string or a list of chat messages, the same in every row) or,
+            as in GSM8K, a ``question``, which becomes one user message; and what a reward compares with, see
+            :func:`ground_truth`. Other columns are kept and handed to rewards by name.
 
     Returns:
         One dict for each row, in the order of the source; ``reward_model`` is a dict even where the file held a JSON
         string.
 
     Raises:
-        ValueError: If the source is missing, unreadable or empty, or a row has no usable prompt. Rows count from 0,
-            lines from 1.
+        ValueError: If the source is missing, unreadable or empty, a row has no usable prompt, or ground truths are of
+            different types. Rows count from 0, lines from 1.
     """
     where = _describe(source)
     raw = _read(source, where)
@@ -40,21 +44,30 @@ def load_rows(source: Any) -> list[Row]:
                 f"{where} mixes prompt types: row 0 has {kind}, row {i} has {found} ({_short(row['prompt'])}). "
                 "Use either strings or chat messages in the whole 'prompt' column."
             )
+    _check_ground_truths(rows, where)
     return rows
 
 
 def ground_truth(row: Row) -> Any:
     """Return what a reward compares with.
 
-    The first of ``reward_model["ground_truth"]``, ``ground_truth`` and ``answer`` that the row has, or None.
+    The first of ``reward_model["ground_truth"]``, ``ground_truth`` and ``answer`` that the row has, or None. Of an
+    ``answer`` in GSM8K's form it is what follows ``####``.
     """
     reward_model = row.get("reward_model")
     if isinstance(reward_model, dict) and "ground_truth" in reward_model:
         return reward_model["ground_truth"]
-    return row.get("ground_truth", row.get("answer"))
+    if "ground_truth" in row:
+        return row["ground_truth"]
+    answer = row.get("answer")
+    return (hash_answer(answer) or answer) if isinstance(answer, str) else answer
 
 
 def _read(source: Any, where: str) -> list[Any]:
+    if isinstance(source, str) and source.startswith(DATASETS):
+        return read_datasets(source)
+    if isinstance(source, str) and source.startswith(GYM):
+        return read_gym(source)
     if isinstance(source, str | Path):
         return _read_file(Path(source))
     if isinstance(source, list | tuple):
@@ -134,11 +147,13 @@ def _as_row(item: Any, i: int, where: str) -> Row:
         raise ValueError(
             f"{where}, row {i} is a {type(item).__name__} ({_short(item)}): each row must be a dict or a string."
         )
-    if "prompt" not in item:
+    row = dict(item)
+    if "prompt" not in row and isinstance(row.get("question"), str) and row["question"].strip():
+        row["prompt"] = [{"role": "user", "content": row["question"]}]
+    if "prompt" not in row:
         raise ValueError(
             f"{where}, row {i} has no column 'prompt'. Its columns: {sorted(map(str, item))}. Rename one of them."
         )
-    row = dict(item)
     if isinstance(row.get("reward_model"), str):
         row["reward_model"] = _parse_reward_model(row["reward_model"], i, where)
     return row
@@ -179,6 +194,24 @@ def _prompt_kind(row: Row, i: int, where: str) -> str:
     if not any(message["content"] for message in prompt):
         raise ValueError(f"{where}, row {i}: the prompt is empty (no message has content). Remove the row or fill it.")
     return "chat messages"
+
+
+def _check_ground_truths(rows: list[Row], where: str) -> None:
+    first: tuple[int, Any] | None = None
+    for i, row in enumerate(rows):
+        truth = ground_truth(row)
+        if truth is None:
+            continue
+        first = first or (i, truth)
+        if _kind(truth) is not _kind(first[1]):
+            raise ValueError(
+                f"{where} mixes types of ground truth: row {first[0]} has a {type(first[1]).__name__} "
+                f"({_short(first[1])}), row {i} a {type(truth).__name__} ({_short(truth)}). Write all in one way."
+            )
+
+
+def _kind(value: Any) -> type:
+    return float if isinstance(value, int) and not isinstance(value, bool) else type(value)
 
 
 def _describe(source: Any) -> str:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import inspect
 import math
 import numbers
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 RewardFunction = Callable[..., Any]
@@ -15,6 +19,10 @@ RewardFunction = Callable[..., Any]
 
 RewardLike = RewardFunction | str
 RewardSpec = RewardLike | Sequence[RewardLike] | Mapping[str, RewardLike | tuple[RewardLike, float]]
+
+
+VERL_COMPLETION = "solution_str"
+"""A function with this parameter is verl's ``compute_score(data_source, solution_str, ground_truth, extra_info)``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,8 @@ class RewardTerm:
         Raises:
             ValueError: If a required parameter is no column.
         """
+        if self.first == VERL_COMPLETION:  # it goes by name: it is not the first
+            return [], self._named({"extra_info": {}} | dict(columns) | {VERL_COMPLETION: completion})
         args = [completion]
         if self.second is not None:
             args.append(columns.get(self.second, ground_truth))
@@ -132,6 +142,9 @@ def _from_signature(
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
     batched = any(p.name == "completions" for p in named)
+    if not batched and any(p.name == VERL_COMPLETION for p in named):
+        by_name = {p.name: p.default is p.empty for p in named}
+        return RewardTerm(name, function, weight, False, asynchronous, VERL_COMPLETION, None, by_name, takes_all)
     positional = [] if batched else [p for p in named if p.kind is not p.KEYWORD_ONLY][:2]
     if not batched and not positional:
         raise ValueError(
@@ -165,28 +178,53 @@ def _unused_name(function: Any, taken: set[str]) -> str:
 
 
 def import_reward(path: str) -> RewardFunction:
-    """Import ``"package.module:function"`` or ``"package.module.function"``.
+    """Import a reward; see :func:`import_callable`."""
+    return import_callable(path, "reward")
+
+
+def import_callable(path: str, what: str) -> Callable[..., Any]:
+    """Import ``"package.module:function"``, ``"package.module.function"`` or ``"folder/file.py:function"``.
+
+    Args:
+        path: where it is.
+        what: what it is for, for errors.
 
     Raises:
-        ValueError: If the path has no module part, or there is no such module or attribute.
+        ValueError: If the path has no module part, or there is no such module, file or attribute.
     """
     module_name, _, attribute = path.rpartition(":" if ":" in path else ".")
-    if not module_name or not attribute:
-        raise ValueError(f"reward {path!r} is no import path: write 'package.module:function'.")
-    try:
-        found: Any = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        # A module that is there and misses one of its own imports is another fault, with its own message.
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise
-        raise ValueError(
-            f"reward {path!r}: there is no module {error.name!r}. Check the path, and that its folder is on PYTHONPATH."
-        ) from error
+    if not module_name or not attribute or path.endswith(".py"):
+        raise ValueError(f"{what} {path!r} is no import path: write 'package.module:function' or 'file.py:function'.")
+    found: Any = _file(module_name, path, what) if module_name.endswith(".py") else _module(module_name, path, what)
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"reward {path!r}: {module_name!r} has no {part!r}. Check the name.")
+            raise ValueError(f"{what} {path!r}: {module_name!r} has no {part!r}. Check the name.")
         found = getattr(found, part)
     return found  # type: ignore[no-any-return]
+
+
+def _module(name: str, path: str, what: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A module that is there and misses one of its own imports is another fault, with its own message.
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        raise ValueError(
+            f"{what} {path!r}: there is no module {error.name!r}. Check the path, and that its folder is on PYTHONPATH."
+        ) from error
+
+
+def _file(name: str, path: str, what: str) -> ModuleType:
+    if not Path(name).is_file():
+        raise ValueError(f"{what} {path!r}: there is no file {name!r} (working directory: {Path.cwd()}).")
+    spec = importlib.util.spec_from_file_location(f"lightrl_file_{Path(name).stem}", name)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look themselves up there
+    spec.loader.exec_module(module)
+    return module
 
 
 def check_value(value: Any) -> float | None:
@@ -196,6 +234,8 @@ def check_value(value: Any) -> float | None:
         TypeError: If it is neither None nor one number (bool and 0-d arrays and tensors are numbers).
         ValueError: If it is NaN or infinite.
     """
+    if isinstance(value, Mapping) and "score" in value:  # verl's functions may return more than the score
+        value = value["score"]
     if value is None:
         return None
     if not isinstance(value, numbers.Real) and getattr(value, "shape", None) == () and hasattr(value, "item"):

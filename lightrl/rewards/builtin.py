@@ -7,7 +7,7 @@ import re
 from collections import deque
 from typing import Any
 
-from lightrl.rewards.extract import boxed_answer
+from lightrl.rewards.extract import boxed_answer, hash_answer
 
 _NUMBER = re.compile(
     r"(?:(?<![\w.)])[-+\u2212])?"  # a sign, unless it subtracts
@@ -43,13 +43,21 @@ def numeric_match(completion: str, ground_truth: Any) -> float:
 
 def boxed_match(completion: str, ground_truth: Any) -> float:
     r"""1.0 where the last ``\boxed{}`` or ``\fbox{}`` holds the ground truth, as text or as a number."""
-    answer, gold = boxed_answer(completion), _text(ground_truth).strip()
+    return _matches(boxed_answer(completion), _text(ground_truth))
+
+
+def _matches(answer: str | None, gold: str) -> float:
     if answer is None:
         return 0.0
     if "".join(answer.split()) == "".join(gold.split()):
         return 1.0
     numbers = whole_number(answer), whole_number(gold)
     return float(numbers[0] is not None and numbers[1] is not None and _equal(numbers[0], numbers[1]))
+
+
+def hash_match(completion: str, ground_truth: Any) -> float:
+    """1.0 where what follows the last ``####``, as in GSM8K, is the ground truth, as text or as a number."""
+    return _matches(hash_answer(completion), _text(ground_truth))
 
 
 def last_number(text: str) -> float | int | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from typing import Any
 
 from lightrl.rewards.pool import Abandoned, Outcome, overdue, stop_thread
@@ -70,9 +71,12 @@ class EventLoopThread:
                 self._replace_blocked(job, loop)
         return list(job.outcomes)
 
-    def close(self) -> None:
-        """End the loop and its thread; a later :meth:`start` makes new ones."""
+    def close(self, closers: Sequence[AsyncCall] = ()) -> None:
+        """End the loop and its thread, after calling ``closers`` on it; a later :meth:`start` makes new ones."""
         if self._loop is not None and self._thread is not None:
+            closing = asyncio.run_coroutine_threadsafe(_all_of(closers), self._loop)
+            with suppress(TimeoutError):  # a loop that does not answer is left behind
+                closing.result(timeout=2.0)
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(timeout=2.0)
         self._loop = self._thread = None
@@ -80,7 +84,7 @@ class EventLoopThread:
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=_serve, args=(self._loop,), name="lightrl-reward-loop", daemon=True)
+            self._thread = threading.Thread(target=serve, args=(self._loop,), name="lightrl-reward-loop", daemon=True)
             self._thread.start()
         return self._loop
 
@@ -123,6 +127,10 @@ class EventLoopThread:
                 job.finish(index, overdue(self.timeout))
 
 
+async def _all_of(calls: Sequence[AsyncCall]) -> None:
+    await asyncio.gather(*(call() for call in calls), return_exceptions=True)
+
+
 async def _guarded(call: AsyncCall) -> Outcome:
     try:
         return Outcome(value=await call())
@@ -134,7 +142,8 @@ async def _guarded(call: AsyncCall) -> Outcome:
         return Outcome(error=error)
 
 
-def _serve(loop: asyncio.AbstractEventLoop) -> None:
+def serve(loop: asyncio.AbstractEventLoop) -> None:
+    """Run a loop on this thread until it is stopped, or the thread abandoned."""
     asyncio.set_event_loop(loop)
     try:
         loop.run_forever()

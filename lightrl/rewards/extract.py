@@ -16,6 +16,11 @@ _DEEPEST_NESTING = 8  # each level reads the content again
 _HASH = re.compile(r"####[ \t]*([^\n]*)")
 
 
+def has_box(text: str) -> bool:
+    r"""Tell whether there is a ``\boxed`` or ``\fbox``, complete or not."""
+    return _BOX.search(text) is not None
+
+
 def boxed_answer(text: str) -> str | None:
     r"""Return the content of the last box, without outer whitespace, or None where there is no answer.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -41,6 +42,13 @@ class RewardSum:
     ``**kwargs`` takes all. With a parameter ``completions`` it is called once, with lists (``completions``,
     ``ground_truths``, ``prompts``, each column), and returns one value for each completion. ``completion_ids`` are the
     token ids. ``async def`` runs on an event loop, everything else on threads. None means "I abstain".
+
+    Functions written for two other libraries work as they are. TRL's ``reward(prompts, completions, **columns)``: a
+    batched function with ``**kwargs`` gets completions of chat prompts as lists of one assistant message. verl's
+    ``compute_score(data_source, solution_str, ground_truth, extra_info)``: a parameter ``solution_str`` takes the
+    completion, and a dict counts by its ``"score"``.
+
+    A reward may have ``close()`` or ``async aclose()``: :meth:`close` calls it, and the reward may be called again.
 
     Args:
         rewards: A function, an import path, a list of those, or a mapping of name to reward or ``(reward, weight)``.
@@ -83,6 +91,7 @@ class RewardSum:
         self.failures: dict[str, int] = {term.name: 0 for term in self.terms}
         """Completions excluded so far, by term."""
         self._loop = EventLoopThread(timeout, max_async_calls)
+        self._one_at_a_time = threading.Lock()  # validation scores while rollouts ahead of training do
 
     def score(
         self, texts: Sequence[str], prompts: Sequence[Prompt], completion_ids: Sequence[list[int]] | None = None
@@ -112,16 +121,21 @@ class RewardSum:
         if not texts:
             return scores
         calls = [call for term in self.terms for call in _make_calls(term, texts, prompts, completion_ids)]
-        for call, outcome in self._run(calls):
-            for position, value in zip(call.positions, self._values(call, outcome, texts, prompts), strict=True):
-                scores[position].terms[call.term.name] = value
+        with self._one_at_a_time:
+            for call, outcome in self._run(calls):
+                for position, value in zip(call.positions, self._values(call, outcome, texts, prompts), strict=True):
+                    scores[position].terms[call.term.name] = value
         for score in scores:
             score.total = self._total(score.terms)
         return scores
 
     def close(self) -> None:
-        """End the event loop of async rewards, if one was started."""
-        self._loop.close()
+        """End the event loop of async rewards, if one was started, and close the rewards that can be."""
+        functions = [term.function for term in self.terms]
+        self._loop.close([f.aclose for f in functions if hasattr(f, "aclose")])
+        for function in functions:
+            if hasattr(function, "close"):
+                function.close()
 
     def _total(self, values: dict[str, float | None]) -> float | None:
         given = [(term.weight, value) for term in self.terms if (value := values[term.name]) is not None]
@@ -201,6 +215,8 @@ def _make_calls(
 ) -> list[_Call]:
     if term.batched:
         lists = _columns_as_lists(texts, prompts, completion_ids)
+        if term.takes_all:
+            lists["completions"] = [_as_trl(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
         args, kwargs = term.bind_batch(lists)
         return [_Call(term, list(range(len(texts))), partial(term.function, *args, **kwargs))]
     calls = []
@@ -224,6 +240,11 @@ def _columns_as_lists(
     if completion_ids is not None:
         lists["completion_ids"] = list(completion_ids)
     return lists
+
+
+def _as_trl(text: str, prompt: Prompt) -> str | list[dict[str, str]]:
+    chat = isinstance(prompt.columns.get("prompt"), list)
+    return [{"role": "assistant", "content": text}] if chat else text
 
 
 def _where(position: int, texts: Sequence[str], prompts: Sequence[Prompt]) -> str:

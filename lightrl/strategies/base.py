@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from typing_extensions import override
 
+from lightrl.engines.session import RoundSession, Session
 from lightrl.policy import decoder_layers
 from lightrl.quantized import quantized_parameters
 from lightrl.sharding import store_frozen
@@ -79,6 +81,11 @@ class RolloutStrategy(ModelParallelStrategy):
 
         Strategies that take turns push while they generate, and have nothing to do here.
         """
+
+    @contextmanager
+    def session(self, sampling: Sampling) -> Iterator[Session]:
+        """Generate with requests that come one by one, as :meth:`generate` does; all ranks enter and leave together."""
+        yield RoundSession(self.generate, sampling)
 
     @property
     def policy_version(self) -> int:

@@ -21,6 +21,7 @@ from lightrl.weights.source import iter_weights
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+    from lightrl.engines.session import Session
     from lightrl.types import Completion, Sampling
 
 
@@ -120,6 +121,14 @@ class ColocatedVLLMStrategy(RolloutStrategy):
         assert engine is not None
         with torch.no_grad(), self._rollout_phase(engine):
             return engine.generate(prompts, sampling, self.policy_version)
+
+    @override
+    @contextmanager
+    def session(self, sampling: Sampling) -> Iterator[Session]:
+        engine = self._engine
+        assert engine is not None
+        with torch.no_grad(), self._rollout_phase(engine), engine.session(sampling, self.policy_version) as session:
+            yield session
 
     @contextmanager
     def _rollout_phase(self, engine: Engine) -> Iterator[None]:

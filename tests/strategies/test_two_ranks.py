@@ -17,10 +17,12 @@ from examples.tiny.task import reward, write_task
 from lightrl import RLModule, RolloutDataModule, stream
 from lightrl.datamodule import SizedLoader
 from lightrl.distributed import rank
+from lightrl.environments import Episodes
 from lightrl.moves import even_out
 from lightrl.packing import StepBatch, pack
 from lightrl.strategies import ColocatedHFStrategy, ColocatedVLLMStrategy
 from lightrl.types import Prompt, Rollout, RolloutBatch, RolloutGroup
+from tests.helpers.environments import Rollouts, Uneven
 from tests.helpers.fits import BAR, Witness, ids_of, quiet_trainer, sampling, tiny_data, whole_weights, with_engine
 from tests.helpers.tiny import tiny_model, tiny_prompts
 
@@ -105,12 +107,22 @@ def samples_of_one_prompt(strategy: Any) -> dict[str, Any]:
     return made
 
 
+def uneven_episodes(strategy: Any) -> dict[str, Any]:
+    """Two steps with episodes that are over on one rank long before they are on the other."""
+    watch = Rollouts()
+    how = {"environment": Episodes(Uneven, max_turn_tokens=4), "reward": None, "max_completion_tokens": 40}
+    quiet_trainer(strategy, devices=2, callbacks=[watch], max_steps=2).fit(RLModule(tiny_model()), tiny_data(**how))
+    return {"turns": [r.turns for step in watch.trained for r in step], "logged": watch.logged[-1]}
+
+
 def strategies_main(folder: str) -> None:
     made = {}
     for name in STRATEGIES:
         made[name] = few_steps(STRATEGIES[name](), tied=name in TIED, devices=2)
         if name != "hf":
             made[name] |= samples_of_one_prompt(STRATEGIES[name]())
+        if name != "tp1":
+            made[name]["episodes"] = uneven_episodes(STRATEGIES[name]())
     keep(folder, made)
 
 
@@ -147,6 +159,17 @@ def test_two_ranks_do_what_one_does(seen: list[dict[str, Any]], name: str) -> No
     for parameter, right in alone["weights"].items():
         assert torch.equal(first["weights"][parameter], second["weights"][parameter])
         torch.testing.assert_close(first["weights"][parameter], right, rtol=0, atol=1e-5)
+
+
+@pytest.mark.vllm
+@pytest.mark.parametrize("name", ["hf", "tp2"])
+def test_ranks_play_episodes_of_different_lengths_together(seen: list[dict[str, Any]], name: str) -> None:
+    """Ranks that take turns in rounds, and two ranks of one engine: neither may wait for the other for ever."""
+    episodes = [on_rank[name]["episodes"] for on_rank in seen]
+    assert [set(e["turns"]) for e in episodes] == [{1}, {4}]
+    for logged in (e["logged"] for e in episodes):
+        assert logged["rollout/turns_mean"] == 2.5
+        assert logged["kl/mismatch"] < 1e-6
 
 
 @pytest.mark.vllm

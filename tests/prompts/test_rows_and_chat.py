@@ -75,7 +75,7 @@ def test_json_lines_keep_unicode_line_separators(tmp_path: Path) -> None:
     lines = [json.dumps({"prompt": "a\u2028b", "answer": "#### 4"}, ensure_ascii=False), "", '{"prompt": "c"}']
     rows = load_rows(write(tmp_path / "a.jsonl", "\n".join(lines) + "\n"))
     assert rows == [{"prompt": "a\u2028b", "answer": "#### 4"}, {"prompt": "c"}]
-    assert [ground_truth(r) for r in rows] == ["#### 4", None]
+    assert [ground_truth(r) for r in rows] == ["4", None]
 
 
 def test_json_array_list_of_strings_and_dataset_are_read(tmp_path: Path) -> None:
@@ -101,10 +101,14 @@ def test_reward_model_may_be_a_json_string() -> None:
         ("nowhere/x.parquet", r"nowhere/x\.parquet does not exist"),
         (3, r"cannot read prompts from the prompt data \(int\)"),
         ([], "is empty: it has no rows"),
-        ([{"question": "a", "answer": 1}], r"row 0 has no column 'prompt'. Its columns: \['answer', 'question'\]"),
+        ([{"query": "a", "answer": 1}], r"row 0 has no column 'prompt'. Its columns: \['answer', 'query'\]"),
         (["a", {"prompt": "b"}, {"text": "c"}], r"row 2 has no column 'prompt'"),
         (["a", chat("b")], "mixes prompt types: row 0 has a string, row 1 has chat messages"),
         (["a", {"prompt": 5}], r"row 1: the prompt is a int \(5\)"),
+        (
+            [{"prompt": "a", "answer": "4"}, {"prompt": "b", "answer": 4}],
+            "mixes types of ground truth: row 0 has a str",
+        ),
         (["a", 5], r"row 1 is a int \(5\)"),
         (["a", "  "], r"row 1: the prompt is empty \('  '\)"),
         ([{"prompt": []}], r"row 0: the prompt is empty \(\[\]\)"),

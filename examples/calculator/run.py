@@ -1,0 +1,131 @@
+"""Teach a tiny model to use a calculator: ``python -m examples.calculator.run``."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a model this small only waits for a second thread
+
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.loggers import TensorBoardLogger
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from examples.tiny.curve import draw_curve
+from examples.tiny.task import VOCABULARY, make_model, make_tokenizer
+from lightrl import RLModule, RolloutDataModule, Trainer
+from lightrl.callbacks import SampleTable
+from lightrl.environments import Episodes, ToolUse
+from lightrl.rewards import exact_match
+
+CALL = '<call> {"name": "multiply" , "arguments": {"a": %d , "b": %d }} </call>'
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{{ '<' + m['role'] + '> ' }}"
+    "{% if m['tool_calls'] %}{% set f = m['tool_calls'][0]['function'] %}"
+    """{{ '<call> {"name": ' + f['name'] | tojson + ', "arguments": ' + f['arguments'] | tojson + '} </call>' }}"""
+    "{% else %}{{ m['content'] }}{% endif %}{{ eos_token if m['role'] == 'assistant' else ' ' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+PAIRS = list(itertools.product(range(2, 10), repeat=2))
+RIGHT = 0.3  # share of the demonstrations that call the tool with the right numbers
+
+
+def multiply(a: int, b: int) -> int:
+    """Multiply two numbers.
+
+    Args:
+        a: The first number.
+        b: The second number.
+    """
+    return a * b
+
+
+def main() -> None:
+    """Show the model the form of a call, then let it find out by rewards what to call with."""
+    args = _arguments()
+    seed_everything(args.seed, verbose=False)
+    logger = TensorBoardLogger(args.out, name="")
+    said = [*VOCABULARY, "<tool>", "*", *CALL.replace("%d", "0").split(), *map(str, range(82))]
+    words = list(dict.fromkeys(said))
+    tokenizer, model = make_tokenizer(words, CHAT_TEMPLATE), make_model(args.seed, words)
+    imitate(model, tokenizer, args.warm_up_steps)
+    train, test = split(args.seed)
+
+    module = RLModule(model, lr=3e-4)
+    data = RolloutDataModule(
+        train * 4,
+        reward=exact_match,
+        environment=Episodes(ToolUse([multiply]), max_turns=3, max_turn_tokens=16),
+        group_size=16,
+        prompts_per_step=32,
+        max_completion_tokens=40,  # of a whole episode
+        val_prompts=test,
+        val_group_size=8,
+        val_temperature=1.0,  # the likeliest call is right from the start: what is learnt is to be sure of it
+        tokenizer=tokenizer,
+    )
+    trainer = Trainer(
+        strategy=args.strategy,
+        accelerator="cpu",
+        devices=1,
+        max_steps=args.max_steps,
+        gradient_clip_val=1.0,
+        val_check_interval=5,
+        check_val_every_n_epoch=None,
+        num_sanity_val_steps=0,
+        log_every_n_steps=1,
+        logger=logger,
+        callbacks=[SampleTable(every_n_steps=20)],
+        enable_checkpointing=False,
+        enable_model_summary=False,
+    )
+    before = trainer.validate(module, data, verbose=False)[0]["val/reward"]
+    trainer.fit(module, data)
+    after = trainer.validate(module, data, verbose=False)[0]["val/reward"]
+    print(f"learning curve: {draw_curve(logger.log_dir, title='Calculator')}")
+    print(f"held-out reward: {before:.3f} -> {after:.3f}")
+
+
+def split(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return training and held-out rows: no product of the same two numbers in the same order is in both."""
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{a} * {b}"}], "answer": str(a * b)}
+        for a, b in random.Random(seed).sample(PAIRS, len(PAIRS))
+    ]
+    return rows[:-16], rows[-16:]
+
+
+def imitate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: int) -> None:
+    """Train on demonstrations whose form is right: a call, its result, the result repeated. Most multiply the wrong."""
+    rng = random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        texts = []
+        for a, b in rng.choices(PAIRS, k=64):
+            c, d = (a, b) if rng.random() < RIGHT else rng.choice(PAIRS)
+            called = CALL % (c, d)
+            texts.append(f"<user> {a} * {b} <assistant> {called} <eos> <tool> {c * d} <assistant> {c * d} <eos>")
+        ids = tokenizer(texts, return_tensors="pt")["input_ids"]
+        loss = model(input_ids=ids, labels=ids).loss
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m examples.calculator.run", description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/calculator"), help="folder for the runs")
+    parser.add_argument("--max-steps", type=int, default=30, help="optimizer steps")
+    parser.add_argument("--warm-up-steps", type=int, default=300, help="steps of imitation before")
+    parser.add_argument("--strategy", default="colocated_vllm", choices=["colocated_vllm", "colocated_hf"])
+    parser.add_argument("--seed", type=int, default=0, help="of the weights and of sampling")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
