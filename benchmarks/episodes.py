@@ -147,7 +147,7 @@ def judge(rows: dict[str, tuple[float, float]]) -> Result:
     for name, (wall, one) in rows.items():
         table.append(f"{name:44}{wall:>8.2f}{one:>9.2f}{wall / one:>7.2f}")
     table.append(f"{'steady engine, one after another (computed)':44}{sum(alone):>8.2f}{max(alone):>9.2f}")
-    table.append("(best of 3; steady engine: a decode step takes 5 ms, whatever the batch; 2 to 6 turns of 4 to 40 tokens)")
+    table.append("(best of 3; steady: a decode step takes 5 ms, whatever the batch; 2 to 6 turns of 4 to 40 tokens)")
     wall, one = next(iter(rows.values()))
     ratio = wall / one
     return Result(f"{ratio:.2f}x the longest episode", f"<= {BAR}x", ratio <= BAR, "\n".join(table))
