@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks import Result
 
-EPISODES, TOOL_SECONDS, STEP_SECONDS = 64, 0.05, 0.005
+EPISODES, TOOL_SECONDS, STEP_SECONDS, ROUNDS = 64, 0.05, 0.005, 3
 TURNS, TOKENS = (2, 6), (4, 40)
 """Of each episode, and of each of its turns: drawn evenly."""
 STOP = 2
@@ -147,7 +147,7 @@ def judge(rows: dict[str, tuple[float, float]]) -> Result:
     for name, (wall, one) in rows.items():
         table.append(f"{name:44}{wall:>8.2f}{one:>9.2f}{wall / one:>7.2f}")
     table.append(f"{'steady engine, one after another (computed)':44}{sum(alone):>8.2f}{max(alone):>9.2f}")
-    table.append("(steady engine: each decode step takes 5 ms, whatever the batch; 2 to 6 turns of 4 to 40 tokens)")
+    table.append("(best of 3; steady: a decode step takes 5 ms, whatever the batch; 2 to 6 turns of 4 to 40 tokens)")
     wall, one = next(iter(rows.values()))
     ratio = wall / one
     return Result(f"{ratio:.2f}x the longest episode", f"<= {BAR}x", ratio <= BAR, "\n".join(table))
@@ -158,7 +158,8 @@ def main() -> Result:
 
     def measure(session: Callable[[], Any], **options: Any) -> tuple[float, float]:
         everyone = list(range(EPISODES))
-        return play(session(), everyone, **options), play(session(), [longest()], **options)
+        runs = [(play(session(), everyone, **options), play(session(), [longest()], **options)) for _ in range(ROUNDS)]
+        return min(wall for wall, _ in runs), min(one for _, one in runs)  # what other programs add is not ours
 
     rows = {
         "steady engine, as they come": measure(lambda: nullcontext(SteadyEngine(in_rounds=False))),

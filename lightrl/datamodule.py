@@ -137,8 +137,7 @@ class RolloutDataModule(LightningDataModule):
         """Longest prompt + completion in tokens, known after ``setup``: what the engine has to be able to hold."""
         self._train: list[Prompt] = []
         self._val: list[Prompt] = []
-        self.sources: list[tuple[int, float]] = []
-        """Prompts and weight of each training source, known after ``setup``."""
+        self.sources: list[tuple[int, float]] = []  # prompts and weight of each training source
         self._stream: RolloutStream | None = None
 
     # -- set-up -------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ FOLDER = Path(calculator.__file__).parent.parent
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SHORT)
 def test_each_runs_and_draws_its_curve(name: str, tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
-    options = ["--strategy", "colocated_hf", "--max-steps", "2", "--out", str(tmp_path), *SHORT[name]]
+    options = ["--strategy", "colocated_hf", "--max-steps", "1", "--out", str(tmp_path), *SHORT[name]]
     monkeypatch.setattr(sys, "argv", ["run", *options])
     importlib.import_module(f"examples.{name}.run").main()
     said = capsys.readouterr().out
