@@ -19,13 +19,18 @@ class Staging:
         push: what will come.
 
     Raises:
-        ValueError: a tensor has no dtype or shape that weights can have.
+        ValueError: a tensor has no dtype or shape that weights can have, or there is no room for all of them.
     """
 
     def __init__(self, push: Push) -> None:
         self.push = push
         self._sizes = [_num_bytes(meta) for meta in push.tensors]
-        self._buffer = torch.empty(sum(self._sizes), dtype=torch.uint8)
+        if not sum(self._sizes):
+            raise ValueError("there is nothing in it")
+        try:
+            self._buffer = torch.empty(sum(self._sizes), dtype=torch.uint8)
+        except (RuntimeError, TypeError) as error:  # the latter beyond 64 bits
+            raise ValueError(f"no room for its {sum(self._sizes)} bytes ({error})") from error
         self._received = 0
 
     @property
