@@ -31,7 +31,7 @@ _PARENT_SECONDS = 0.5
 log = logging.getLogger("lightrl.engine")
 
 
-class Refused(ValueError):
+class RefusedError(ValueError):
     """A message asks for what cannot be; the engine is as it was."""
 
 
@@ -103,7 +103,7 @@ class EngineServer:
         else:
             try:
                 self._handle(message, frames)
-            except Refused as error:
+            except RefusedError as error:
                 self._refuse(sender, str(error))
 
     def _refuse(self, sender: bytes, what: str) -> None:
@@ -149,7 +149,7 @@ class EngineServer:
     def _add(self, chunk: Chunk, frames: list[Any]) -> None:
         staging, self._staging = self._staging, None  # a push with a piece that is refused is over
         if staging is None or len(frames) != 2:
-            raise Refused("a piece of weights that nobody announced, or without its bytes")
+            raise RefusedError("a piece of weights that nobody announced, or without its bytes")
         with _refusing("a piece of weights"):
             staging.add(chunk.offset, frames[1].buffer)
         if not staging.complete:
@@ -188,7 +188,7 @@ def _refusing(what: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise Refused(f"{what}: {error}") from error
+        raise RefusedError(f"{what}: {error}") from error
 
 
 def end_with_parent(pid: int, run_folder: str | None) -> None:

@@ -44,14 +44,14 @@ class Staging:
         Raises:
             ValueError: this is not the next piece, or it is longer than what is missing.
         """
-        piece = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if offset != self._received or offset + len(piece) > len(self._buffer) or not len(piece):
+        size = len(data)
+        if offset != self._received or offset + size > len(self._buffer) or not size:
             raise ValueError(
-                f"a piece of {len(piece)} bytes at {offset} of a push of {len(self._buffer)} bytes, of which "
+                f"a piece of {size} bytes at {offset} of a push of {len(self._buffer)} bytes, of which "
                 f"{self._received} are there"
             )
-        self._buffer[offset : offset + len(piece)] = piece
-        self._received += len(piece)
+        self._buffer[offset : offset + size] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._received += size
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (checkpoint name, tensor)."""

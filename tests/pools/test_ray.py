@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-import torch
 from lightning.pytorch import Callback
 
 from lightrl.pools.ray import RayLauncher
@@ -90,6 +89,7 @@ class Story(Callback):
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         self.step = trainer.global_step
+        time.sleep(0.2)  # the cores are for the engines that start again
         if next(self.script, "over") == "over":
             trainer.should_stop = True
 
