@@ -89,6 +89,8 @@ class RolloutQueue(Generic[T]):
         in_flight = sum(not t.ready for t in self.tickets.values())
         if self.max_in_flight is not None and in_flight >= self.max_in_flight:
             return False
+        if self.deadline(version) < self.batches:
+            return False  # too late for the next batch: that of another version is to be waited for
         extra = round(self.prompts_per_step * (self.oversample - 1))
         return self.begun < (self.deadline(version) + 1) * self.prompts_per_step + extra
 

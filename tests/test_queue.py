@@ -115,7 +115,7 @@ class Pacing(RuleBasedStateMachine):
     def memory_is_bounded(self) -> None:
         queue = self.queue
         ahead = 1 + queue.max_staleness // queue.steps_per_rollout
-        most = round(ahead * queue.prompts_per_step + (queue.oversample - 1) * queue.prompts_per_step)
+        most = ahead * queue.prompts_per_step + round(queue.prompts_per_step * (queue.oversample - 1))
         assert len(queue.tickets) <= most
         if queue.max_in_flight is not None:
             assert len(self.running) <= queue.max_in_flight
@@ -150,7 +150,7 @@ class Pacing(RuleBasedStateMachine):
 
 
 TestPacing = Pacing.TestCase
-TestPacing.settings = settings(max_examples=20, stateful_step_count=40, deadline=None)
+TestPacing.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
 
 
 # -- cases -------------------------------------------------------------------------------------------------------------
@@ -238,6 +238,18 @@ def test_oversampling_takes_the_first_to_end_and_begins_the_others_again() -> No
     for ticket in reversed(late):
         queue.give_back(ticket, again=True)
     assert [queue.begin(1).number for _ in range(3)] == [1, 3, 6]
+
+
+def test_oversampling_begins_nothing_under_weights_that_are_too_old_for_the_next_batch() -> None:
+    queue: RolloutQueue[int] = RolloutQueue(2, oversample=2.0)
+    tickets = [queue.begin(0) for _ in range(4)]
+    for ticket in tickets[:2]:
+        queue.finish(ticket, ticket.number)
+    assert queue.take() == [0, 1]
+    for ticket in queue.overdue():
+        queue.give_back(ticket, again=True)
+    assert not queue.may_begin(0)  # there are places, but the next step is step 1
+    assert queue.may_begin(1)
 
 
 def test_an_empty_place_is_left_out_of_its_batch() -> None:
