@@ -55,7 +55,7 @@ class Pacing(RuleBasedStateMachine):
         self.begun_at[ticket.number] = self.version
 
     @precondition(lambda self: self.running)
-    @rule(data=st.data(), refused=st.booleans())
+    @rule(data=st.data(), refused=st.sampled_from([False, False, True]))
     def finish(self, data: Any, refused: bool) -> None:
         number = data.draw(st.sampled_from(sorted(self.running)))
         ticket = self.running.pop(number)
@@ -64,6 +64,12 @@ class Pacing(RuleBasedStateMachine):
             self.given_up += 1
         else:
             self.queue.finish(ticket, number)
+
+    @precondition(lambda self: len(self.running) > 1)
+    @rule()
+    def finish_all_but_the_oldest(self) -> None:
+        for number in sorted(self.running)[1:]:
+            self.queue.finish(self.running.pop(number), number)
 
     @precondition(lambda self: self.running)
     @rule(data=st.data())
@@ -80,9 +86,9 @@ class Pacing(RuleBasedStateMachine):
     def push(self) -> None:
         self.version = self.step
 
-    @precondition(lambda self: self.step == self.used)
-    @rule()
-    def take(self) -> None:
+    @rule(at_once=st.booleans())
+    def take(self, at_once: bool) -> None:
+        self.step = self.used  # it is asked for when the last one is used up
         batch = self.queue.take()
         if batch is None:
             return
@@ -91,6 +97,8 @@ class Pacing(RuleBasedStateMachine):
             assert self.queue.oversample > 1
             self.queue.give_back(ticket, again=True)
             self.running.pop(ticket.number, None)
+        if at_once:
+            self.step = self.version = self.used
 
     def _check(self, batch: list[int]) -> None:
         assert len(batch) == self.queue.prompts_per_step
@@ -150,7 +158,7 @@ class Pacing(RuleBasedStateMachine):
 
 
 TestPacing = Pacing.TestCase
-TestPacing.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestPacing.settings = settings(max_examples=150, stateful_step_count=50, deadline=None)
 
 
 # -- cases -------------------------------------------------------------------------------------------------------------
