@@ -22,7 +22,7 @@ from tests.helpers.fits import BAR, cleaned_up, fit, plain_copy, tiny_data
 from tests.helpers.tiny import by_hand, tiny_model, tiny_prompts
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]  # engines start four times
 
 PROMPTS, MAX_STALENESS = 16, 1
 # Loopback, but not 127.0.0.1: that one Ray takes for the address that other hosts know this one by.
@@ -162,8 +162,7 @@ def test_engines_have_the_current_weights_before_they_serve(story: Story) -> Non
 
 def test_no_prompt_is_lost_or_trained_twice(story: Story) -> None:
     ahead = (MAX_STALENESS + 1) * 4
-    order, seed = [], tiny_data().seed
-    order = PromptOrder(PROMPTS, seed).take(len(story.rows) + ahead)
+    order = PromptOrder(PROMPTS, tiny_data().seed).take(len(story.rows) + ahead)
     found = Counter(story.rows)
     assert found <= Counter(order)
     assert Counter(order[: len(story.rows) - ahead]) <= found
