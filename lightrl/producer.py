@@ -88,7 +88,11 @@ class RolloutProducer:
             TimeoutError: it did not come in time.
             Exception: what a reward raised, or what became of an engine.
         """
-        produced: Produced = self._call(self._take(), "a batch of rollouts")
+        try:
+            produced: Produced = self._call(self._take(), "a batch of rollouts")
+        except TimeoutError as error:
+            missing = [self.rows.get(n) for n, t in sorted(self.queue.tickets.items()) if not t.ready]
+            raise TimeoutError(f"{error}; unfinished are prompts {missing}") from error
         return produced
 
     def state_dict(self) -> dict[str, Any]:

@@ -68,8 +68,9 @@ class RolloutQueue(Generic[T]):
     """Numbers of tickets that were let go, to be begun again first."""
 
     def __post_init__(self) -> None:
-        if self.prompts_per_step < 1 or self.steps_per_rollout < 1:
-            raise ValueError(f"prompts_per_step={self.prompts_per_step} must be at least 1")
+        for name in ("prompts_per_step", "steps_per_rollout"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
         if self.max_staleness < 0:
             raise ValueError(f"max_staleness={self.max_staleness} must be 0 or more: it counts optimizer steps")
         if self.max_in_flight is not None and self.max_in_flight < self.prompts_per_step:
@@ -89,6 +90,8 @@ class RolloutQueue(Generic[T]):
         in_flight = sum(not t.ready for t in self.tickets.values())
         if self.max_in_flight is not None and in_flight >= self.max_in_flight:
             return False
+        if self.deadline(version) < self.batches:
+            return False  # too late for the next batch: that of another version is to be waited for
         extra = round(self.prompts_per_step * (self.oversample - 1))
         return self.begun < (self.deadline(version) + 1) * self.prompts_per_step + extra
 

@@ -95,6 +95,21 @@ def process_kept() -> Iterator[None]:
         gc.unfreeze()
 
 
+@contextmanager
+def refusals() -> Iterator[None]:
+    """Make a ValueError of vLLM's refusal of a request: newer versions have errors of their own for it.
+
+    Raises:
+        ValueError: in place of theirs.
+    """
+    from vllm import exceptions
+
+    try:
+        yield
+    except getattr(exceptions, "VLLMClientError", ValueError) as error:
+        raise ValueError(str(error)) from error
+
+
 def model_of(llm: Any) -> torch.nn.Module:
     """Return the engine's own module on this rank."""
     worker = llm.llm_engine.model_executor.driver_worker

@@ -68,23 +68,28 @@ class ContinuousEngine:
         """
         from vllm import SamplingParams
 
-        params = SamplingParams(
-            max_tokens=request.max_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            min_p=request.min_p,
-            stop_token_ids=request.stop_token_ids,
-            seed=request.seed,
-            **OUTPUT,
-        )
-        self._add(request.id, request.prompt, params)
+        with compat.refusals():
+            params = SamplingParams(
+                max_tokens=request.max_tokens,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                top_k=request.top_k,
+                min_p=request.min_p,
+                stop_token_ids=request.stop_token_ids,
+                seed=request.seed,
+                **OUTPUT,
+            )
+            self._add(request.id, request.prompt, params)
         self._changes[request.id] = []
 
     def _add(self, request_id: str, ids: list[int], params: Any) -> None:
         from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
+        # vLLM looks at token ids only where it has a tokenizer; the model would fail on them, and the engine with it.
+        vocab_size = self.llm.llm_engine.model_config.get_vocab_size()
+        if wrong := [i for i in ids if not 0 <= i < vocab_size]:
+            raise ValueError(f"token id {wrong[0]} is outside the vocabulary of {vocab_size}")
         params.output_kind = RequestOutputKind.FINAL_ONLY
         # The salt keeps a new request from attention states that older weights computed.
         prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=str(self.version))
@@ -171,12 +176,21 @@ class ContinuousEngine:
                     raise WeightSyncError(f"a worker does not hold what was sent as {', '.join(wrong[:8])}")
 
     def score(self, sequences: list[list[int]]) -> list[Tensor]:
-        """Return, for each sequence of L tokens, float32 [L - 1]: logprobs of tokens 2..L at temperature 1."""
+        """Return, for each sequence of L tokens, float32 [L - 1]: logprobs of tokens 2..L at temperature 1.
+
+        Raises:
+            ValueError: vLLM refuses one of them.
+        """
         from vllm import SamplingParams
 
         ids = [f"{_SCORE_ID}-{i}" for i in range(len(sequences))]
-        for request_id, sequence in zip(ids, sequences, strict=True):
-            self._add(request_id, sequence, SamplingParams(**SCORE))
+        try:
+            with compat.refusals():
+                for request_id, sequence in zip(ids, sequences, strict=True):
+                    self._add(request_id, sequence, SamplingParams(**SCORE))
+        except ValueError:
+            self.llm.llm_engine.abort_request(ids)  # those before it
+            raise
         while not all(i in self._scores for i in ids):
             self._done = self.step()
         return [prompt_logprobs(self._scores.pop(i), s) for i, s in zip(ids, sequences, strict=True)]

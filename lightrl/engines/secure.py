@@ -51,15 +51,22 @@ def token_for(address: str) -> str:
     return token
 
 
-def check_address(address: str) -> str:
+def check_address(address: str, *, bind: bool = False) -> str:
     """Return an address like ``tcp://127.0.0.1:5555`` or ``ipc:///run/engine.sock``.
+
+    Args:
+        address: to look at.
+        bind: it is to listen on, where port 0 stands for any free one.
 
     Raises:
         ValueError: it is neither.
     """
     parts = urlsplit(address)
     try:
-        fine = parts.scheme == "ipc" or (parts.scheme == "tcp" and parts.hostname and parts.port is not None)
+        port = parts.port is not None and (bind or parts.port > 0)
+        fine = (parts.scheme == "ipc" and (parts.netloc or parts.path)) or (
+            parts.scheme == "tcp" and parts.hostname and port
+        )
     except ValueError:
         fine = False
     if not fine:

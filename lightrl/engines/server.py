@@ -13,6 +13,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
@@ -29,6 +31,10 @@ _PARENT_SECONDS = 0.5
 log = logging.getLogger("lightrl.engine")
 
 
+class RefusedError(ValueError):
+    """A message asks for what cannot be; the engine is as it was."""
+
+
 class EngineServer:
     """Owns the socket and the engine; everything happens in one thread, between two steps of the engine.
 
@@ -42,43 +48,72 @@ class EngineServer:
     """
 
     def __init__(self, address: str, token: str) -> None:
-        context: Any = zmq.Context.instance()
-        self._doorman = secure.Doorman(context, token)
-        self._socket = secure.server_socket(context, token)
-        self._socket.bind(secure.check_address(address))
-        self.address: str = self._socket.last_endpoint.decode().rstrip("\0")
+        secure.check_address(address, bind=True)
+        self._context: Any = zmq.Context()
+        self._doorman = secure.Doorman(self._context, token)
+        self._socket = secure.server_socket(self._context, token)
         self._engine: Any = None
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError:
+            self.close()
+            raise
+        self.address: str = self._socket.last_endpoint.decode().rstrip("\0")
         self._trainer: bytes | None = None
         self._staging: Staging | None = None
         self._stopped = False
 
     def serve(self) -> None:
-        """Serve until a trainer says stop."""
-        while not self._stopped:
-            busy = self._engine is not None and self._engine.busy
-            if self._socket.poll(0 if busy else _IDLE_MS):
-                self._receive()
-            elif busy:
-                outputs = self._engine.step()
-                if outputs:
-                    self._send(messages.Finished(outputs))
+        """Serve until a trainer says stop, then release the socket and the engine.
+
+        Raises:
+            Exception: what befell the engine; the trainer was told.
+        """
+        try:
+            while not self._stopped:
+                self._turn()
+        except Exception as error:
+            if self._trainer is not None:
+                self._send(messages.Failed(f"{type(error).__name__}: {error}"))
+            raise
+        finally:
+            self.close()
+
+    def _turn(self) -> None:
+        busy = self._engine is not None and self._engine.busy
+        if self._socket.poll(0 if busy else _IDLE_MS):
+            self._receive()
+        elif busy:
+            outputs = self._engine.step()
+            if outputs:
+                self._send(messages.Finished(outputs))
 
     def _receive(self) -> None:
         sender, *frames = self._socket.recv_multipart(copy=False)
         sender = sender.bytes
         try:
             message = messages.from_trainer(frames[0].buffer if frames else b"")
-        except (msgspec.DecodeError, msgspec.ValidationError) as error:
-            log.warning("refused a message that is none of ours: %s", error)
+        except (msgspec.DecodeError, RecursionError) as error:
+            self._refuse(sender, f"a message that is none of ours: {error}")
             return
         if isinstance(message, Configure):
             self._configure(sender, message)
         elif sender != self._trainer:
-            log.warning("refused a message of a trainer that this engine does not serve")
+            self._refuse(sender, f"{type(message).__name__} of a trainer that this engine does not serve")
         else:
-            self._handle(message, frames)
+            try:
+                self._handle(message, frames)
+            except RefusedError as error:
+                self._refuse(sender, str(error))
+
+    def _refuse(self, sender: bytes, what: str) -> None:
+        """What a peer sends must not end the engine; but the peer must not wait for an answer either."""
+        log.warning("refused %s", what)
+        self._send(messages.Failed(f"the engine refused {what}"), sender)
 
     def _configure(self, sender: bytes, message: Configure) -> None:
+        if self._trainer not in (None, sender):
+            self._send(messages.Failed("another trainer took this engine over"))
         if self._engine is not None and self._engine.spec != message.spec:
             self._engine.close()
             self._engine = None
@@ -95,51 +130,65 @@ class EngineServer:
         match message:
             case Generate():
                 for request in message.requests:
-                    self._engine.submit(request)
+                    with _refusing(f"request {request.id!r}"):
+                        self._engine.submit(request)
             case Abort():
                 self._engine.abort(message.ids)
             case Score():
-                scores = self._engine.score(message.sequences)
+                with _refusing("sequences to score"):
+                    scores = self._engine.score(message.sequences)
                 self._send(messages.Scored([messages.float_bytes(s) for s in scores]))
             case Push():
-                self._staging = Staging(message)
-            case Chunk() if self._staging is not None and len(frames) == 2:
-                self._staging.add(message.offset, frames[1].buffer)
-                if self._staging.complete:
-                    self._load(self._staging)
+                with _refusing("a push"):
+                    self._staging = Staging(message)
+            case Chunk():
+                self._add(message, frames)
             case Stop():
                 self._stopped = True
-            case _:
-                log.warning("refused a piece of weights that nobody announced")
 
-    def _load(self, staging: Staging) -> None:
-        push, self._staging = staging.push, None
+    def _add(self, chunk: Chunk, frames: list[Any]) -> None:
+        staging, self._staging = self._staging, None  # a push with a piece that is refused is over
+        if staging is None or len(frames) != 2:
+            raise RefusedError("a piece of weights that nobody announced, or without its bytes")
+        with _refusing("a piece of weights"):
+            staging.add(chunk.offset, frames[1].buffer)
+        if not staging.complete:
+            self._staging = staging
+            return
+        push = staging.push
         seconds = self._engine.load(staging.tensors(), push.version, push.recompute_kv)
         self._send(messages.Loaded(push.version, seconds))
 
-    def _send(self, message: messages.FromEngine) -> None:
+    def _send(self, message: messages.FromEngine, to: bytes | None = None) -> None:
         try:
-            self._socket.send_multipart([self._trainer, messages.encode(message)])
+            self._socket.send_multipart([to or self._trainer, messages.encode(message)])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            log.warning("the trainer is gone: its requests are dropped")
-            self._trainer = None
-            if self._engine is not None:
-                self._engine.abort_all()
-
-    def fail(self, reason: str) -> None:
-        """Tell the trainer why this process is about to end."""
-        if self._trainer is not None:
-            self._send(messages.Failed(reason))
-            time.sleep(0.1)  # the message leaves on another thread
+            if to in (None, self._trainer):
+                log.warning("the trainer is gone: its requests are dropped")
+                self._trainer = None
+                if self._engine is not None:
+                    self._engine.abort_all()
 
     def close(self) -> None:
-        """Release the socket and the engine."""
+        """Release the socket and the engine; may be called twice."""
+        if self._context.closed:
+            return
         self._socket.close(linger=1000)
         self._doorman.close()
         if self._engine is not None:
             self._engine.close()
+            self._engine = None
+        self._context.term()  # waits for the last message to leave
+
+
+@contextmanager
+def _refusing(what: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        raise RefusedError(f"{what}: {error}") from error
 
 
 def end_with_parent(pid: int, run_folder: str | None) -> None:
@@ -160,13 +209,13 @@ def end_with_parent(pid: int, run_folder: str | None) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Run the server from the command line; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m lightrl.engines.server", description=__doc__)
-    parser.add_argument("--bind", required=True, metavar="ADDRESS", help="tcp://HOST:PORT or ipc://PATH")
+    parser.add_argument("--bind", required=True, metavar="ADDRESS", help="tcp://HOST:PORT (0: any) or ipc://PATH")
     parser.add_argument("--parent", type=int, metavar="PID", help="end when this parent process ends")
     parser.add_argument("--run-folder", help="removed when the parent process ends before this one")
     args = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     try:
-        address = secure.check_address(args.bind)
+        address = secure.check_address(args.bind, bind=True)
         local = secure.is_local(address) and secure.TOKEN_VARIABLE not in os.environ
         token = secure.LOOPBACK_TOKEN if local else secure.token_for(address)
     except ValueError as error:
@@ -174,18 +223,18 @@ def main(argv: list[str] | None = None) -> int:
     os.environ.pop(secure.TOKEN_VARIABLE, None)  # not for rewards, plugins or children to see
     if args.parent is not None:
         end_with_parent(args.parent, args.run_folder)
-    server = EngineServer(address, token)
+    try:
+        server = EngineServer(address, token)
+    except zmq.ZMQError as error:
+        parser.error(f"cannot listen on {address}: {error}")
     print(f"engine listens on {server.address}", flush=True)
     try:
         server.serve()
     except KeyboardInterrupt:
         return 130
-    except Exception as error:
+    except Exception:
         traceback.print_exc()
-        server.fail(f"{type(error).__name__}: {error}")
         return 1
-    finally:
-        server.close()
     return 0
 
 

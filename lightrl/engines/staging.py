@@ -19,13 +19,18 @@ class Staging:
         push: what will come.
 
     Raises:
-        ValueError: a tensor has no dtype or shape that weights can have.
+        ValueError: a tensor has no dtype or shape that weights can have, or there is no room for all of them.
     """
 
     def __init__(self, push: Push) -> None:
         self.push = push
         self._sizes = [_num_bytes(meta) for meta in push.tensors]
-        self._buffer = torch.empty(sum(self._sizes), dtype=torch.uint8)
+        if not sum(self._sizes):
+            raise ValueError("there is nothing in it")
+        try:
+            self._buffer = torch.empty(sum(self._sizes), dtype=torch.uint8)
+        except (RuntimeError, TypeError) as error:  # the latter beyond 64 bits
+            raise ValueError(f"no room for its {sum(self._sizes)} bytes ({error})") from error
         self._received = 0
 
     @property
@@ -39,14 +44,14 @@ class Staging:
         Raises:
             ValueError: this is not the next piece, or it is longer than what is missing.
         """
-        piece = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if offset != self._received or offset + len(piece) > len(self._buffer) or not len(piece):
+        size = len(data)
+        if offset != self._received or offset + size > len(self._buffer) or not size:
             raise ValueError(
-                f"a piece of {len(piece)} bytes at {offset} of a push of {len(self._buffer)} bytes, of which "
+                f"a piece of {size} bytes at {offset} of a push of {len(self._buffer)} bytes, of which "
                 f"{self._received} are there"
             )
-        self._buffer[offset : offset + len(piece)] = piece
-        self._received += len(piece)
+        self._buffer[offset : offset + size] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        self._received += size
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (checkpoint name, tensor)."""

@@ -80,8 +80,7 @@ class LocalLauncher:
         env |= {secure.TOKEN_VARIABLE: self.token, "VLLM_HOST_IP": "127.0.0.1", "TMPDIR": str(self._folder)}
         # All but what is worth keeping for the next engine: torch's compiled kernels.
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
-        if self.devices is not None:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices[index]))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices[index] if self.devices is not None else []))
         return env
 
     def _log(self, index: int, mode: str) -> IO[bytes]:

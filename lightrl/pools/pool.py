@@ -185,7 +185,7 @@ class EnginePool:
                 return task.result()
             if self._failure.done():
                 self._failure.result()
-            raise TimeoutError(f"{what} did not end within {timeout:.0f} s")
+            raise TimeoutError(f"{what} did not end within {timeout:g} s")
         finally:
             task.cancel()
 

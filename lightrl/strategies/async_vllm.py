@@ -151,7 +151,9 @@ class AsyncVLLMStrategy(RolloutStrategy):
             from lightrl.pools.ray import RayLauncher
 
             on_gpu = self.root_device.type == "cuda"
-            launcher: Launcher = RayLauncher(self.num_engines, num_gpus=self.engine_tp_size if on_gpu else 0)
+            launcher: Launcher = RayLauncher(
+                self.num_engines, num_gpus=self.engine_tp_size if on_gpu else 0, timeout=self.start_timeout
+            )
             return launcher
         if self.pool_kind == "local":
             return LocalLauncher(self.num_engines, self._devices())
