@@ -19,6 +19,7 @@ from lightrl.rng import derive_seed
 
 _POLL_SECONDS = 0.25
 _END_SECONDS = 3.0
+_ENDING_POLLS = 4
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -237,8 +238,12 @@ class EnginePool:
                 if ended := self.launcher.ended(engine.index):
                     return ended
                 await asyncio.wait({client.lost}, timeout=_POLL_SECONDS)
-            await asyncio.sleep(0)
-            return client.lost.result()
+            reason = client.lost.result()
+            for _ in range(_ENDING_POLLS):  # a process ends a moment after its connection
+                if ended := self.launcher.ended(engine.index):
+                    return f"{reason}; {ended}"
+                await asyncio.sleep(_POLL_SECONDS / 2)
+            return reason
         finally:
             starting.cancel()
 

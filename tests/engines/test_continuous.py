@@ -1,23 +1,25 @@
 """The engine that servers step: what it refuses leaves it as it was."""
 
 import pytest
+import torch
 
 from lightrl.engines import compat
 from lightrl.engines.continuous import ContinuousEngine
 from lightrl.engines.messages import EngineSpec, Request
-from lightrl.engines.vllm import name_architecture
+from lightrl.engines.vllm import engine_config
+from lightrl.producer import completion
+from lightrl.weights.source import iter_weights
 from tests.helpers.fits import cleaned_up
-from tests.helpers.tiny import VOCAB, tiny_model
+from tests.helpers.tiny import VOCAB, by_hand, tiny_model
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def test_requests_that_cannot_be_served_are_value_errors_and_the_engine_goes_on() -> None:
     model = tiny_model()
-    name_architecture(model)
     compat.import_vllm()
     with cleaned_up(), compat.process_kept():
-        engine = ContinuousEngine(EngineSpec(model.config.to_dict(), "float32", 32))
+        engine = ContinuousEngine(EngineSpec(engine_config(model).to_dict(), "float32", 32))
         try:
             for request, said in [
                 (Request("a", [], 4), "empty"),
@@ -41,3 +43,39 @@ def test_requests_that_cannot_be_served_are_value_errors_and_the_engine_goes_on(
             assert [o.id for o in outputs] == ["g"]
         finally:
             engine.close()
+
+
+@pytest.mark.parametrize("recompute_kv", [True, False])
+def test_a_push_in_the_middle_of_a_request(recompute_kv: bool) -> None:
+    """Tokens before it are of the old policy, tokens after it of the new; without recomputing they see old states."""
+    old, new = tiny_model(0), tiny_model(1)
+    compat.import_vllm()
+    with cleaned_up(), compat.process_kept():
+        engine = ContinuousEngine(EngineSpec(engine_config(old).to_dict(), "float32", 64))
+        try:
+            engine.load(iter_weights(old, torch.float32), 3, recompute_kv)
+            engine.submit(Request("long", [4, 5, 6], 40))
+            for _ in range(12):
+                assert engine.step() == []
+            engine.load(iter_weights(new, torch.float32), 4, recompute_kv)
+            engine.submit(Request("late", [4, 5, 6], 5))
+            outputs = []
+            while engine.busy:
+                outputs += engine.step()
+        finally:
+            engine.close()
+    found = {o.id: completion(o) for o in outputs}
+    versions = found["long"].policy_versions
+    assert found["late"].policy_versions.unique().tolist() == [4]
+    assert versions.unique().tolist() == [3, 4]
+    before = versions == 3
+    assert 10 <= int(before.sum()) <= 12
+    gaps = {
+        name: (by_hand(model, [4, 5, 6], found["long"].token_ids) - found["long"].logprobs).abs()
+        for name, model in (("old", old), ("new", new))
+    }
+    assert gaps["old"][before].max() < 1e-4
+    assert (gaps["new"][~before].max() < 1e-4) == recompute_kv
+    assert gaps["old"][~before].max() > 0.01
+    late = by_hand(new, [4, 5, 6], found["late"].token_ids)
+    assert (late - found["late"].logprobs).abs().max() < 1e-4  # no prefix of older weights is reused
