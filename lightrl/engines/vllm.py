@@ -174,8 +174,10 @@ def load_checked(llm: Any, weights: Iterator[tuple[str, Tensor]], tp_rank: int) 
         WeightSyncError: a tensor did not arrive as it was sent; it is named.
     """
     model = compat.model_of(llm)
+    device = next(model.parameters()).device
+    there = ((name, tensor.to(device)) for name, tensor in weights)  # what comes from another process is on the host
     fingerprint = Fingerprint(model, tp_rank)
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": fingerprint.watch(weights)})
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": fingerprint.watch(there)})
     compat.repack_tied_head(model)
     with torch.no_grad():
         wrong = fingerprint.mismatches()

@@ -19,7 +19,7 @@ class WeightLoader:
 
         model = self.model_runner.get_model()
         fingerprint = Fingerprint(model, self.rank)
-        with safe_open(path, framework="pt") as file, torch.no_grad():
+        with safe_open(path, framework="pt", device=str(self.device)) as file, torch.no_grad():
             pairs = ((name, file.get_tensor(name)) for name in file.keys())  # noqa: SIM118 (no mapping)
             self.reload_weights(weights_iterator=fingerprint.watch(pairs))
             compat.repack_tied_head(model)
