@@ -153,6 +153,17 @@ def test_an_answer_that_is_none_is_named(answer: Any) -> None:
         play(answering(answer))
 
 
+@pytest.mark.parametrize("ids", [[32], [6, -1], [10**9]], ids=str)
+def test_token_ids_beyond_the_vocabulary_cost_their_episode_only(ids: list[int]) -> None:
+    class Beyond(Echo):
+        def step(self, turn: Turn) -> Any:
+            return ids if self.prompt.index == 0 else Done(reward=1.0)
+
+    with pytest.warns(UserWarning, match=f"step returned the token id {ids[-1]}, and the tokenizer has 0 to 31"):
+        watch = play(Episodes(Beyond, max_turn_tokens=3), prompts_per_step=2, shuffle=False)
+    assert [r.reward for r in watch.trained[0]] == [1.0, 1.0]
+
+
 def test_empty_and_strange_text_is_an_observation_too() -> None:
     for text in ("", "\N{SNOWMAN} \u2028 \U0001f600", "<eos>"):
         watch = play(Episodes(answering(text), max_turn_tokens=3))
