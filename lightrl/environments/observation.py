@@ -62,7 +62,10 @@ class ObservationEncoder:
         return ids
 
     def _after_turn(self, messages: list[dict[str, Any]], ended: int | None) -> str:
-        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SAID}]
+        said = _SAID
+        while said in str(messages):
+            said += "-"
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": said}]
         try:
             text = str(
                 self.tokenizer.apply_chat_template(
@@ -74,8 +77,8 @@ class ObservationEncoder:
                 f"the chat template refuses an observation with the roles {[m['role'] for m in messages]}: {error}. "
                 "Return it as text, or as token ids"
             ) from error
-        _, found, rest = text.partition(_SAID)
-        if not found or _SAID in rest:
+        _, found, rest = text.partition(said)
+        if not found or said in rest:
             raise ValueError(
                 "the chat template does not write the model's turns word for word: return observations as token ids"
             )

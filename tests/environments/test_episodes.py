@@ -114,6 +114,14 @@ def test_an_observation_stands_where_the_template_puts_it(answer: Any, words: li
     assert heard == (words if ended or isinstance(answer[0], int) else ["<eos>", *words])
 
 
+def test_an_observation_may_hold_the_words_that_stand_for_the_models() -> None:
+    from lightrl.environments.observation import _SAID
+
+    encoder = ObservationEncoder(chat_tokenizer())
+    plain = encoder.encode("w7 so", chat=True, ended=2)
+    assert encoder.encode(f"w7 {_SAID}", chat=True, ended=2) == plain, "one unknown word each"
+
+
 def test_text_behind_a_text_prompt_is_encoded_as_it_is() -> None:
     assert ObservationEncoder(tiny_tokenizer()).encode("w7 w8", chat=False, ended=2) == [7, 8]
 
