@@ -37,7 +37,8 @@ class ObservationEncoder:
             ended: the stop token that ended the model's turn; None where the token budget did.
 
         Raises:
-            ValueError: it is nothing of the kind, or the chat template does not take the messages.
+            ValueError: it is nothing of the kind, a token id is none of the tokenizer's, or the chat template does not
+                take the messages.
         """
         if isinstance(observation, str):
             if not chat:
@@ -47,14 +48,24 @@ class ObservationEncoder:
             if all(isinstance(item, dict) and "role" in item for item in observation):
                 return self._ids(self._after_turn(list(observation), ended))
             if all(isinstance(item, int) and not isinstance(item, bool) for item in observation):
-                return list(observation)
+                return self._in_vocabulary(list(observation))
         raise ValueError(
             f"step returned a {type(observation).__name__} ({shorten(observation)}): return text, chat messages, token "
             "ids, or Done(reward)"
         )
 
+    def _in_vocabulary(self, ids: list[int]) -> list[int]:
+        size = len(self.tokenizer)
+        wrong = next((i for i in ids if not 0 <= i < size), None)
+        if wrong is not None:  # the engine would end the whole run
+            raise ValueError(f"step returned the token id {wrong}, and the tokenizer has 0 to {size - 1}")
+        return ids
+
     def _after_turn(self, messages: list[dict[str, Any]], ended: int | None) -> str:
-        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": _SAID}]
+        said = _SAID
+        while said in str(messages):
+            said += "-"
+        before = [{"role": "user", "content": "."}, {"role": "assistant", "content": said}]
         try:
             text = str(
                 self.tokenizer.apply_chat_template(
@@ -66,8 +77,8 @@ class ObservationEncoder:
                 f"the chat template refuses an observation with the roles {[m['role'] for m in messages]}: {error}. "
                 "Return it as text, or as token ids"
             ) from error
-        _, found, rest = text.partition(_SAID)
-        if not found or _SAID in rest:
+        _, found, rest = text.partition(said)
+        if not found or said in rest:
             raise ValueError(
                 "the chat template does not write the model's turns word for word: return observations as token ids"
             )

@@ -46,7 +46,10 @@ class ToolFormat:
     def parse(self, text: str) -> list[ToolCall]:
         """Return the calls in what a model said, in order; none means that it answered."""
         calls: list[ToolCall] = []
+        position = 0
         for start in self._starts(text):
+            if start < position:  # inside the call before it, in an argument's text
+                continue
             position = start
             while (found := _decode(text, position)) is not None:
                 value, position = found
@@ -116,5 +119,5 @@ def _keys(value: Any) -> tuple[str, str] | None:
 def _decode(text: str, start: int) -> tuple[Any, int] | None:
     try:
         return json.JSONDecoder().raw_decode(text, start)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # ValueError: also a number with more digits than Python reads
         return None

@@ -137,6 +137,8 @@ def _read_json(path: Path) -> list[Any]:
                 f"{path}, line {number}: broken JSON ({error.msg} at column {error.colno}): {_short(line)}. "
                 "Each line must be one whole JSON object."
             ) from error
+        except (ValueError, RecursionError) as error:  # a number or nesting beyond what Python reads
+            raise ValueError(f"{path}, line {number}: unreadable JSON ({error}): {_short(line)}.") from error
     return rows
 
 

@@ -243,9 +243,13 @@ def check_value(value: Any) -> float | None:
     if not isinstance(value, numbers.Real):
         shape = f" of shape {tuple(value.shape)}" if hasattr(value, "shape") else ""
         raise TypeError(f"a {type(value).__name__}{shape}: {shorten(value)}")
-    if not math.isfinite(value):
-        raise ValueError(f"{float(value)}")
-    return float(value)
+    try:
+        number = float(value)
+    except OverflowError as error:  # an int of more than 308 digits
+        raise ValueError("a number beyond what a float holds") from error
+    if not math.isfinite(number):
+        raise ValueError(f"{number}")
+    return number
 
 
 def check_batch(values: Any, n: int) -> list[Any]:

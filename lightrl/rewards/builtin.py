@@ -15,6 +15,7 @@ _NUMBER = re.compile(
     r"(?:[eE][-+]?\d{1,3}(?!\d))?"
     r"(?:\s*/\s*\d+(?![\d.]))?"
 )
+_GAP = re.compile(r"(?<=\d)\s+(?=\d)(?!\d{3}(?![\d/]))")  # but 1 000 is 1000
 _LONGEST_NUMBER = 300  # digits: beyond that a float is infinite
 _RELATIVE_TOLERANCE = 1e-6
 
@@ -49,10 +50,15 @@ def boxed_match(completion: str, ground_truth: Any) -> float:
 def _matches(answer: str | None, gold: str) -> float:
     if answer is None:
         return 0.0
-    if "".join(answer.split()) == "".join(gold.split()):
+    if _squeezed(answer) == _squeezed(gold):
         return 1.0
     numbers = whole_number(answer), whole_number(gold)
     return float(numbers[0] is not None and numbers[1] is not None and _equal(numbers[0], numbers[1]))
+
+
+def _squeezed(text: str) -> str:
+    """Return a text without whitespace, but where it parts two numbers: ``1 1/2`` is not ``11/2``."""
+    return "".join(_GAP.sub("_", text).split())
 
 
 def hash_match(completion: str, ground_truth: Any) -> float:
@@ -90,7 +96,7 @@ def _parse(token: str) -> float | int | None:
 def _equal(a: float | int, b: float | int) -> bool:
     if isinstance(a, int) and isinstance(b, int):
         return a == b
-    return math.isclose(a, b, rel_tol=_RELATIVE_TOLERANCE, abs_tol=1e-12)
+    return math.isclose(a, b, rel_tol=_RELATIVE_TOLERANCE)
 
 
 def _text(ground_truth: Any) -> str:

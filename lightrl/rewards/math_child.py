@@ -17,18 +17,23 @@ logging.getLogger("math_verify").setLevel(logging.CRITICAL)
 
 _RELATIVE_TOLERANCE = 1e-5  # math-verify rounds to six decimals, which makes all tiny numbers equal
 _DIGITS = 30
+_GAP = re.compile(r"(?<=\d)\s+(?=\d)(?!\d{3}(?![\d/]))")  # as in builtin.py: 1 1/2 is not 11/2
 _RATIO = re.compile(r"\d+(:\d+)+")
 
 
 def equal(answer: str, gold: str) -> bool:
     """Tell whether ``answer`` is the same mathematical object as ``gold``; both without ``$`` or a box."""
     answer, gold = answer.strip(), gold.strip()
-    if "".join(answer.split()) == "".join(gold.split()):
+    if _squeezed(answer) == _squeezed(gold):
         return bool(gold)
     ratios = [_RATIO.fullmatch(text) for text in (answer, gold)]
     if any(ratios):  # clock times and ratios are no quotients
         return all(ratios) and _parts(answer) == _parts(gold)
     return _equal_objects(answer, gold)
+
+
+def _squeezed(text: str) -> str:
+    return "".join(_GAP.sub("_", text).split())
 
 
 def _parts(text: str) -> list[int]:

@@ -164,31 +164,48 @@ class JSONPoster:
         """Return the reply's JSON.
 
         Raises:
-            RuntimeError: the server refused, or no try succeeded in time; it says what the last one met.
+            RuntimeError: the server refused, replied no JSON, or no try succeeded in time; it says what the last one
+                met.
         """
-        failed = "no reply yet"
+        failed, headers = "no reply yet", self._headers()
         try:
             async with asyncio.timeout(self.timeout):
                 for attempt in range(self.retries + 1):
                     if attempt:
                         await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** (attempt - 1)))
                     try:
-                        reply = await self._open().post(self.url, json=payload, headers=self._headers())
+                        reply = await self._open().post(self.url, json=payload, headers=headers)
                     except httpx.TransportError as error:
                         failed = f"{type(error).__name__}: {error}"
                         continue
                     if reply.is_success:
-                        return reply.json()
-                    failed = f"status {reply.status_code}: {reply.text[:200]}"
+                        return self._read(reply)
+                    failed = f"status {reply.status_code}: {self._without_key(reply.text)[:200]}"
                     if reply.status_code not in _TRY_AGAIN:
                         raise RuntimeError(f"{self.url}: {failed}")
         except TimeoutError as error:
             raise RuntimeError(f"{self.url} gave nothing within {self.timeout:g} s; the last try: {failed}") from error
         raise RuntimeError(f"{self.url}: {self.retries + 1} tries failed, the last with {failed}")
 
+    def _read(self, reply: httpx.Response) -> Any:
+        try:
+            return reply.json()
+        except ValueError as error:
+            said = self._without_key(reply.text)[:200]
+            raise RuntimeError(f"{self.url} replied what is no JSON ({error}): {said!r}") from error
+
+    def _key(self) -> str:
+        return os.environ.get(self.api_key_env, "").strip() if self.api_key_env else ""
+
     def _headers(self) -> dict[str, str]:
-        key = os.environ.get(self.api_key_env) if self.api_key_env else None
+        key = self._key()
+        if not (key.isascii() and key.isprintable()):  # whoever encodes it would show it in his error
+            raise RuntimeError(f"the key in {self.api_key_env} holds characters that no header may have: set it again")
         return {"Authorization": f"Bearer {key}"} if key else {}
+
+    def _without_key(self, text: str) -> str:
+        key = self._key()
+        return text.replace(key, "***") if key else text
 
     def _open(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()

@@ -114,6 +114,14 @@ def test_an_observation_stands_where_the_template_puts_it(answer: Any, words: li
     assert heard == (words if ended or isinstance(answer[0], int) else ["<eos>", *words])
 
 
+def test_an_observation_may_hold_the_words_that_stand_for_the_models() -> None:
+    from lightrl.environments.observation import _SAID
+
+    encoder = ObservationEncoder(chat_tokenizer())
+    plain = encoder.encode("w7 so", chat=True, ended=2)
+    assert encoder.encode(f"w7 {_SAID}", chat=True, ended=2) == plain, "one unknown word each"
+
+
 def test_text_behind_a_text_prompt_is_encoded_as_it_is() -> None:
     assert ObservationEncoder(tiny_tokenizer()).encode("w7 w8", chat=False, ended=2) == [7, 8]
 
@@ -151,6 +159,17 @@ def test_chats_through_a_fit_continue_their_tokens() -> None:
 def test_an_answer_that_is_none_is_named(answer: Any) -> None:
     with pytest.raises(RuntimeError, match=r"all 4 episodes crashed: .*step returned a .*: return text, chat messages"):
         play(answering(answer))
+
+
+@pytest.mark.parametrize("ids", [[32], [6, -1], [10**9]], ids=str)
+def test_token_ids_beyond_the_vocabulary_cost_their_episode_only(ids: list[int]) -> None:
+    class Beyond(Echo):
+        def step(self, turn: Turn) -> Any:
+            return ids if self.prompt.index == 0 else Done(reward=1.0)
+
+    with pytest.warns(UserWarning, match=f"step returned the token id {ids[-1]}, and the tokenizer has 0 to 31"):
+        watch = play(Episodes(Beyond, max_turn_tokens=3), prompts_per_step=2, shuffle=False)
+    assert [r.reward for r in watch.trained[0]] == [1.0, 1.0]
 
 
 def test_empty_and_strange_text_is_an_observation_too() -> None:

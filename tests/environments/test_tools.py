@@ -95,6 +95,17 @@ HERMES = ToolFormat("<tool_call>", "name", "arguments")
         (HERMES, '<tool_call> {"name": "f", "arguments": [1]}', [ToolCall("f", error="'arguments' is no JSON object")]),
         (HERMES, '<tool_call> {"name": "f", "arguments": "{\\"a\\": 2}"}', [ToolCall("f", {"a": 2})]),
         pytest.param(HERMES, "<tool_call>" + "[" * 9999, [ToolCall("", error="the call is no JSON object")], id="deep"),
+        pytest.param(
+            HERMES,
+            '<tool_call> {"name": "f", "arguments": {"a": 1%s}}' % ("0" * 5000),
+            [ToolCall("", error="the call is no JSON object")],
+            id="digits",
+        ),
+        (
+            HERMES,
+            '<tool_call>{"name": "f", "arguments": {"a": "<tool_call>{}"}}',
+            [ToolCall("f", {"a": "<tool_call>{}"})],
+        ),
         (HERMES, "", []),
         (ToolFormat("", "name", "parameters"), ' {"name": "f", "parameters": {}}', [ToolCall("f")]),
         (ToolFormat("", "name", "parameters"), 'I say {"name": "f"}', []),

@@ -127,6 +127,8 @@ def test_bad_rows_say_what_and_where(source: Any, message: str) -> None:
     [
         ("a.jsonl", b'{"prompt": "a"}\n\n{"prompt": \n', r"a\.jsonl, line 3: broken JSON .*'\{\"prompt\": '"),
         ("a.json", b'[{"prompt": "a"},\n{"prompt" 3}]', r"a\.json, line 2: broken JSON"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"answer": 1' + b"0" * 5000 + b"}", r"a\.jsonl, line 2: unreadable JSON"),
+        ("a.jsonl", b'{"prompt": "a"}\n{"answer":' + b"[" * 99999, r"a\.jsonl, line 2: unreadable JSON"),
         ("a.jsonl", b"\xff\xfe{}", r"a\.jsonl is not UTF-8"),
         ("a.parquet", b"PAR1 no", r"a\.parquet is not a readable parquet file"),
         ("a.csv", b"prompt", r"a\.csv: unknown kind of file '\.csv'\. Use one of \.parquet, \.jsonl, \.json"),

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from lightrl.rewards import boxed_answer, boxed_match, exact_match, hash_answer, numeric_match
+from lightrl.rewards import boxed_answer, boxed_match, exact_match, hash_answer, hash_match, numeric_match
 from lightrl.rewards.builtin import last_number
 
 
@@ -145,3 +145,24 @@ def test_a_ground_truth_without_number_is_an_error() -> None:
 )
 def test_hash_answer(text: str, answer: str | None) -> None:
     assert hash_answer(text) == answer
+
+
+@pytest.mark.parametrize(("text", "gold"), [("1e-13", "2e-13"), ("0", "1e-13"), (".0000000000001", "1e-12")])
+def test_b26_tiny_numbers_are_not_all_equal(text: str, gold: str) -> None:
+    assert numeric_match(text, gold) == 0.0
+    assert boxed_match(f"\\boxed{{{text}}}", gold) == 0.0
+    assert numeric_match("0.0", "0") == numeric_match("0.10e-12", "1e-13") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "gold", "reward"),
+    [
+        ("1 1/2", "11/2", 0.0),
+        ("1 2", "12", 0.0),
+        ("1 100/3", "1100/3", 0.0),
+        ("1 000", "1000", 1.0),
+        ("x + 1", "x+1", 1.0),
+    ],
+)
+def test_b26_whitespace_that_parts_numbers_counts(text: str, gold: str, reward: float) -> None:
+    assert boxed_match(f"\\boxed{{{text}}}", gold) == hash_match(f"#### {text}", gold) == reward

@@ -25,6 +25,7 @@ def test_b26_answers_are_compared_part_by_part_and_by_size(match: MathMatch) -> 
         ("n=2,3,4", "n=1,2,3"),
         (r"\pm 2021", "2021"),
         ("12:00", "1:00"),
+        ("1 1/2", "11/2"),
         ("12:00", "12"),
         ("1/2", "1/3"),
         ("1", "0,1"),

@@ -5,6 +5,7 @@ import logging
 import pickle
 import threading
 import time
+import traceback
 from typing import Any
 
 import pytest
@@ -155,3 +156,40 @@ def test_the_key_comes_from_the_environment_and_goes_nowhere_else(monkeypatch: A
     assert not any(secret in text for text in kept)
     judge._poster._client = None
     assert secret.encode() not in pickle.dumps(copy.deepcopy(judge._poster.__dict__ | {"_loop": None}))
+
+
+@pytest.mark.parametrize("reply", ['{"score": ', "<html>", ""])
+def test_a_reply_that_is_no_json_names_the_server(reply: str) -> None:
+    wanted = pytest.raises(RuntimeError, match="replied what is no JSON")
+    with serving(lambda body: (200, reply)) as server, wanted as caught:
+        totals(HTTPReward(server.url), ["a"])
+    assert f"{server.url} replied" in str(caught.value)
+
+
+def test_a_key_from_a_file_with_a_line_end_works(monkeypatch: Any) -> None:
+    monkeypatch.setenv("GRADER_KEY", "sk-1234\n")
+    with serving(lambda body: (200, {"score": 1})) as server:
+        assert totals(HTTPReward(server.url, api_key_env="GRADER_KEY"), ["a"]) == [1]
+    assert server.headers[0]["Authorization"] == "Bearer sk-1234"
+
+
+@pytest.mark.parametrize("key", ["sk-12\n34", "sk-12\u2026 34"])
+def test_a_key_that_no_header_can_hold_is_not_repeated(key: str, monkeypatch: Any) -> None:
+    monkeypatch.setenv("GRADER_KEY", key)
+    with (
+        serving(lambda body: (200, {"score": 1})) as server,
+        pytest.raises(RuntimeError, match="the key in GRADER_KEY holds characters") as caught,
+    ):
+        totals(HTTPReward(server.url, api_key_env="GRADER_KEY"), ["a"])
+    assert not server.requests
+    assert "sk-12" not in "".join(traceback.format_exception(caught.value))
+
+
+def test_a_server_that_repeats_the_key_does_not_bring_it_into_the_error(monkeypatch: Any) -> None:
+    monkeypatch.setenv("GRADER_KEY", "sk-1234")
+    with (
+        serving(lambda body: (401, "no such key: sk-1234")) as server,
+        pytest.raises(RuntimeError, match=r"status 401: no such key: \*\*\*") as caught,
+    ):
+        totals(HTTPReward(server.url, api_key_env="GRADER_KEY"), ["a"])
+    assert "sk-1234" not in "".join(traceback.format_exception(caught.value))

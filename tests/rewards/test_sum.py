@@ -193,6 +193,7 @@ def test_b21_wrong_number_of_results(returned: Any, received: str, on_error: str
         (1j, "a complex"),
         (NAN, "nan"),
         (-INF, "-inf"),
+        (10**400, "a number beyond what a float holds"),
         (torch.tensor(INF), "inf"),
     ],
 )
