@@ -166,7 +166,7 @@ def test_two_ranks_do_what_one_does(seen: list[dict[str, Any]], name: str) -> No
 def test_ranks_play_episodes_of_different_lengths_together(seen: list[dict[str, Any]], name: str) -> None:
     """Ranks that take turns in rounds, and two ranks of one engine: neither may wait for the other for ever."""
     episodes = [on_rank[name]["episodes"] for on_rank in seen]
-    assert [set(e["turns"]) for e in episodes] == [{1}, {4}]
+    assert set().union(*(e["turns"] for e in episodes)) == {1, 4}  # on which rank is the balance's to say
     for logged in (e["logged"] for e in episodes):
         assert logged["rollout/turns_mean"] == 2.5
         assert logged["kl/mismatch"] < 1e-6
