@@ -91,7 +91,8 @@ class RolloutQueue(Generic[T]):
         if self.max_in_flight is not None and in_flight >= self.max_in_flight:
             return False
         extra = round(self.prompts_per_step * (self.oversample - 1))
-        return self.begun < (self.deadline(version) + 1) * self.prompts_per_step + extra
+        last = self.deadline(version)
+        return last >= self.batches and self.begun < (last + 1) * self.prompts_per_step + extra
 
     def begin(self, version: int) -> Ticket[T]:
         """Give out the ticket of the next prompt."""

@@ -1,4 +1,4 @@
-"""Batches that leave nothing to come too late."""
+"""Batches that leave nothing to come too late, and nothing begun that is too late already."""
 
 import random
 
@@ -51,3 +51,14 @@ def test_no_group_is_begun_in_vain(seed: int) -> None:
         assert len(groups) == prompts
         assert batch * steps - min(groups) <= staleness
         assert queue.overdue() == []
+
+
+def test_oversampling_begins_nothing_under_weights_that_are_too_old() -> None:
+    queue: RolloutQueue[int] = RolloutQueue(prompts_per_step=2, max_staleness=0, oversample=1.5)
+    *fast, slow = begin_all(queue, 0)
+    finish(queue, *fast)
+    assert queue.take() == [0, 1]
+    assert queue.overdue() == [slow]
+    queue.give_back(slow, again=True)
+    assert not queue.may_begin(0)  # the next batch is for weights of version 1
+    assert [t.number for t in begin_all(queue, 1)] == [2, 3, 4]
