@@ -138,7 +138,11 @@ class RolloutProducer:
             self.rows[ticket.number] = self.work.order.take(1)[0]
         task = asyncio.create_task(self._guarded(self._sample(ticket)))
         self._groups[ticket.number] = task
-        task.add_done_callback(lambda _: self._groups.pop(ticket.number, None))
+        task.add_done_callback(lambda _: self._ended(ticket.number, task))
+
+    def _ended(self, number: int, task: asyncio.Task[None]) -> None:
+        if self._groups.get(number) is task:  # else its prompt was begun again, and the entry is that of the new task
+            del self._groups[number]
 
     async def _sample(self, ticket: Ticket[RolloutGroup]) -> None:
         prompt = self.work.prompts[self.rows[ticket.number]]

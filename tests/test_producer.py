@@ -1,6 +1,7 @@
 """The producer alone, on a pool without engines whose completions end when the test says so."""
 
 import asyncio
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ class Pool(EnginePool):
         self.running += 1
         try:
             if int(requests[0].id.split(".")[0]) in self.slow:
-                await asyncio.Event().wait()
+                await asyncio.gather(asyncio.Event().wait())
         finally:
             self.running -= 1
         return [Output(r.id, [5], float_bytes([-1.0]), [(self.now, 1)], truncated=False) for r in requests]
@@ -81,3 +82,15 @@ def test_the_state_can_be_had_after_the_end(start: Start) -> None:
     producer.pool.close()
     assert producer.state_dict() == before
     assert [number for number, _ in before["rows"]] == [2, 3]
+
+
+def test_a_group_that_was_let_go_twice_is_not_sampled_on(start: Start) -> None:
+    producer = start({2}, max_staleness=1, oversample=1.5)
+    pool: Any = producer.pool
+    for _ in range(4):
+        producer.next_batch()
+        pool.advance()
+        time.sleep(0.1)
+    assert pool.running == 1  # the last try of the slow group: the earlier ones were stopped
+    producer.stop()
+    assert pool.running == 0
