@@ -110,7 +110,9 @@ class EnginePool:
 
     def push(self, shipment: Shipment) -> None:
         """Give weights to every engine, one after the other; return when all that serve hold them."""
-        self.call(self.ship(shipment), timeout=self.push_timeout * self.launcher.num_engines, what="a push of weights")
+        # The start too: where the only engine is being started again, the push waits for it.
+        timeout = self.start_timeout + self.push_timeout * self.launcher.num_engines
+        self.call(self.ship(shipment), timeout=timeout, what="a push of weights")
 
     def close(self) -> None:
         """End engines, loop and thread; may be called twice."""
