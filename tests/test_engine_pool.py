@@ -99,3 +99,24 @@ def test_a_push_waits_for_an_engine_that_is_started_again(start: Any, monkeypatc
     time.sleep(0.1)
     pool.push(weights(1.0, 1))
     assert Client.made[1].loaded == [1.0]
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_an_engine_lost_while_it_scores_does_not_end_the_run(
+    num_engines: int, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = start(num_engines)
+    pool.push(weights(0.0, 0))
+    first = Client.made[0]
+    monkeypatch.setattr(Client, "on_score", lambda client: client.lose() if client is first else None)
+    scores = pool.call(pool.score([[1, 2, 3]]), timeout=10, what="a check")
+    assert [s[0].tolist() for s in scores] == [[0.0, 0.0]]
+
+
+def test_scores_are_never_of_no_engine(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = start()
+    pool.push(weights(0.0, 0))
+    monkeypatch.setattr(Client, "start_seconds", 0.5)
+    pool.loop.call_soon_threadsafe(Client.made[0].lose)
+    time.sleep(0.1)
+    assert len(pool.call(pool.score([[1, 2]]), timeout=10, what="a check")) == 1

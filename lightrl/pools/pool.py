@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import zmq.asyncio
@@ -158,8 +159,16 @@ class EnginePool:
         return [found[r.id] for r in requests]
 
     async def score(self, sequences: list[list[int]]) -> list[list[Tensor]]:
-        """Return what every serving engine makes of the sequences (see :meth:`EngineClient.score`)."""
-        return [await e.client.score(sequences) for e in self._engines if e.serving and e.client is not None]
+        """Return what every serving engine, at least one, makes of the sequences (see :meth:`EngineClient.score`)."""
+        scores: list[list[Tensor]] = []
+        while not scores:
+            await self._least_loaded()
+            for engine in self._engines:
+                if engine.serving and engine.client is not None:
+                    with suppress(EngineLostError):  # its supervisor sees to it
+                        scores.append(await engine.client.score(sequences))
+            await asyncio.sleep(0)  # or the supervisor would never get to see it
+        return scores
 
     async def ship(self, shipment: Shipment) -> None:
         """Give weights to every engine that stands, one after the other, so that the others generate meanwhile."""
