@@ -120,3 +120,11 @@ def test_scores_are_never_of_no_engine(start: Any, monkeypatch: pytest.MonkeyPat
     pool.loop.call_soon_threadsafe(Client.made[0].lose)
     time.sleep(0.1)
     assert len(pool.call(pool.score([[1, 2]]), timeout=10, what="a check")) == 1
+
+
+def test_weights_that_changed_between_two_steps_are_pushed(start: Any) -> None:
+    """``mark_weights_dirty``: the version stays, the weights do not."""
+    pool = start(2)
+    pool.push(weights(0.0, 3))
+    pool.push(weights(1.0, 3))
+    assert [c.loaded for c in Client.made] == [[0.0, 1.0], [0.0, 1.0]]

@@ -34,6 +34,8 @@ class _Engine:
         self.index = index
         self.client: EngineClient | None = None
         self.version = -1
+        self.pushed = 0
+        """Number of the push that it holds; 0: none."""
         self.serving = False
         self.losses = 0
         self.shipping = asyncio.Lock()
@@ -72,6 +74,7 @@ class EnginePool:
         self._engines: list[_Engine] = []
         self._supervisors: list[asyncio.Task[None]] = []
         self._latest: Shipment | None = None
+        self._pushes = 0
         self._failure: asyncio.Future[Any] | None = None
         self._changed: asyncio.Condition | None = None
 
@@ -173,11 +176,13 @@ class EnginePool:
     async def ship(self, shipment: Shipment) -> None:
         """Give weights to every engine that stands, one after the other, so that the others generate meanwhile."""
         self._latest = shipment
+        self._pushes += 1  # not the version: weights may change between two optimizer steps
+        number = self._pushes
         self.pauses = []
         for engine in self._engines:
-            if engine.serving and engine.version < shipment.push.version:
+            if engine.serving and engine.pushed < number:
                 await self._update(engine)
-        await self.until(lambda: any(e.serving and e.version >= shipment.push.version for e in self._engines))
+        await self.until(lambda: any(e.serving and e.pushed >= number for e in self._engines))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition`` holds; it is looked at whenever an engine's state changes."""
@@ -233,7 +238,7 @@ class EnginePool:
         """Start an engine, hand it the weights and let it serve; return why it ended."""
         address = await self.launcher.start(engine.index)
         client = engine.client = EngineClient(self._context, address, self.launcher.token)
-        engine.version = -1
+        engine.version, engine.pushed = -1, 0
         starting = asyncio.create_task(self._bring_up(engine, client))
         deadline = self._loop.time() + self.start_timeout
         try:
@@ -255,7 +260,7 @@ class EnginePool:
 
     async def _bring_up(self, engine: _Engine, client: EngineClient) -> None:
         await client.configure(self.spec, derive_seed(self.seed, engine.index, engine.losses))
-        while self._latest is not None and engine.version < self._latest.push.version:
+        while engine.pushed < self._pushes:
             await self._update(engine)
             if client.lost.done():
                 return
@@ -264,17 +269,17 @@ class EnginePool:
     async def _update(self, engine: _Engine) -> None:
         """Ship the latest weights to one engine; if it is lost meanwhile, its supervisor sees to it."""
         async with engine.shipping:
-            shipment = self._latest
+            shipment, number = self._latest, self._pushes
             assert shipment is not None
             assert engine.client is not None
-            if engine.version >= shipment.push.version:
+            if engine.pushed >= number:
                 return
             try:
                 loaded = await asyncio.wait_for(engine.client.ship(shipment), self.push_timeout)
             except EngineLostError:
                 return
             self.pauses.append(loaded.seconds)
-            engine.version = loaded.version
+            engine.version, engine.pushed = loaded.version, number
         await self._set(engine)
 
     async def _set(self, engine: _Engine, serving: bool | None = None) -> None:
