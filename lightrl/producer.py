@@ -76,6 +76,7 @@ class RolloutProducer:
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="lightrl-score")
         self._event = asyncio.Event()
         self._loops: list[asyncio.Task[None]] = []
+        self._stopped = False
 
     def start(self) -> None:
         """Begin to fill the queue."""
@@ -97,13 +98,16 @@ class RolloutProducer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return every prompt that is begun and not trained on, with what came of it: plain builtins and tensors."""
+        if self._stopped:
+            return self._snapshot()  # there is no loop any more, and nothing changes
         return self.pool.run(self._state(), self.timeout)  # also after an engine ended for good
 
     def stop(self) -> None:
-        """End all work; what is unfinished is lost."""
+        """End all work; what is unfinished has to be sampled again by whoever goes on from :meth:`state_dict`."""
         try:
             self.pool.run(self._stop())
         finally:
+            self._stopped = True
             self._scorer.shutdown(wait=False, cancel_futures=True)
 
     def _call(self, work: Any, what: str) -> Any:
@@ -138,7 +142,11 @@ class RolloutProducer:
             self.rows[ticket.number] = self.work.order.take(1)[0]
         task = asyncio.create_task(self._guarded(self._sample(ticket)))
         self._groups[ticket.number] = task
-        task.add_done_callback(lambda _: self._groups.pop(ticket.number, None))
+        task.add_done_callback(lambda _: self._ended(ticket.number, task))
+
+    def _ended(self, number: int, task: asyncio.Task[None]) -> None:
+        if self._groups.get(number) is task:  # else its prompt was begun again, and the entry is that of the new task
+            del self._groups[number]
 
     async def _sample(self, ticket: Ticket[RolloutGroup]) -> None:
         prompt = self.work.prompts[self.rows[ticket.number]]
@@ -194,6 +202,9 @@ class RolloutProducer:
         return Produced(groups, refused, asyncio.get_running_loop().time() - started)
 
     async def _state(self) -> dict[str, Any]:
+        return self._snapshot()
+
+    def _snapshot(self) -> dict[str, Any]:
         return {
             "order": self.work.order.state_dict(),
             "next_number": self.queue.next_number,

@@ -27,9 +27,10 @@ class RolloutQueue(Generic[T]):
 
     Batch ``c`` is first used at optimizer step ``first_step + c * steps_per_rollout``. A prompt begun under version v
     is good for batches up to ``(v + max_staleness - first_step) // steps_per_rollout``, its deadline, and prompts are
-    begun only while fewer than ``prompts_per_step`` were for each batch up to that one. So at every batch at most
-    ``prompts_per_step`` groups are at their deadline: the batch takes these, waiting for them if need be, and fills up
-    with the oldest of the others that are ready, wherever a straggler is. It is plain data: no thread, no clock.
+    begun only while fewer than ``prompts_per_step`` were for each batch up to that one. A batch takes the ready groups
+    whose deadlines come first, and waits only while taking others would leave more groups up to some deadline than the
+    batches until then can hold. So stragglers stop nobody before they must, and no group comes too late. It is plain
+    data: no thread, no clock.
 
     Args:
         prompts_per_step: groups in a batch.
@@ -93,7 +94,8 @@ class RolloutQueue(Generic[T]):
         if self.deadline(version) < self.batches:
             return False  # too late for the next batch: that of another version is to be waited for
         extra = round(self.prompts_per_step * (self.oversample - 1))
-        return self.begun < (self.deadline(version) + 1) * self.prompts_per_step + extra
+        last = self.deadline(version)
+        return last >= self.batches and self.begun < (last + 1) * self.prompts_per_step + extra
 
     def begin(self, version: int) -> Ticket[T]:
         """Give out the ticket of the next prompt."""
@@ -126,19 +128,23 @@ class RolloutQueue(Generic[T]):
     def take(self) -> list[T] | None:
         """Return the groups of the next batch by number, or None while it has to wait.
 
-        With ``oversample`` above 1 a batch does not wait for groups at their deadline once enough others are ready.
+        With ``oversample`` above 1 a batch does not wait for groups with early deadlines once enough others are ready.
         What is left behind is :meth:`overdue`, to be given back and sampled again. That favours prompts whose
         completions are short, so batches are biased towards them.
         """
-        last_chance = [t for t in self.tickets.values() if self.deadline(t.version) <= self.batches]
         ready = [t for t in self.tickets.values() if t.ready]
-        ready.sort(key=lambda t: (self.deadline(t.version) > self.batches, t.number))
         if len(ready) < self.prompts_per_step:
             return None
-        if self.oversample == 1 and not all(t.ready for t in last_chance):
-            return None
+        ready.sort(key=lambda t: (self.deadline(t.version), t.number))
         chosen = sorted(ready[: self.prompts_per_step], key=lambda t: t.number)
+        if self.oversample == 1 and not self._in_time({t.number for t in chosen}):
+            return None
         for ticket in chosen:
             del self.tickets[ticket.number]
         self.batches += 1
         return [t.group for t in chosen if t.group is not None]
+
+    def _in_time(self, chosen: set[int]) -> bool:
+        """Whether the batches after this one can hold all that it leaves, each group by its deadline."""
+        left = sorted(self.deadline(t.version) for t in self.tickets.values() if t.number not in chosen)
+        return all(i < (last - self.batches) * self.prompts_per_step for i, last in enumerate(left))

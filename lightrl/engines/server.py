@@ -84,9 +84,8 @@ class EngineServer:
         if self._socket.poll(0 if busy else _IDLE_MS):
             self._receive()
         elif busy:
-            outputs = self._engine.step()
-            if outputs:
-                self._send(messages.Finished(outputs))
+            for output in self._engine.step():
+                self._send(messages.Finished([output]))  # one by one: all that end at once may not fit in a frame
 
     def _receive(self) -> None:
         sender, *frames = self._socket.recv_multipart(copy=False)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import zmq.asyncio
@@ -34,6 +35,8 @@ class _Engine:
         self.index = index
         self.client: EngineClient | None = None
         self.version = -1
+        self.pushed = 0
+        """Number of the push that it holds; 0: none."""
         self.serving = False
         self.losses = 0
         self.shipping = asyncio.Lock()
@@ -72,6 +75,7 @@ class EnginePool:
         self._engines: list[_Engine] = []
         self._supervisors: list[asyncio.Task[None]] = []
         self._latest: Shipment | None = None
+        self._pushes = 0
         self._failure: asyncio.Future[Any] | None = None
         self._changed: asyncio.Condition | None = None
 
@@ -111,7 +115,9 @@ class EnginePool:
 
     def push(self, shipment: Shipment) -> None:
         """Give weights to every engine, one after the other; return when all that serve hold them."""
-        self.call(self.ship(shipment), timeout=self.push_timeout * self.launcher.num_engines, what="a push of weights")
+        # The start too: where the only engine is being started again, the push waits for it.
+        timeout = self.start_timeout + self.push_timeout * self.launcher.num_engines
+        self.call(self.ship(shipment), timeout=timeout, what="a push of weights")
 
     def close(self) -> None:
         """End engines, loop and thread; may be called twice."""
@@ -157,17 +163,27 @@ class EnginePool:
         return [found[r.id] for r in requests]
 
     async def score(self, sequences: list[list[int]]) -> list[list[Tensor]]:
-        """Return what every serving engine makes of the sequences (see :meth:`EngineClient.score`)."""
-        return [await e.client.score(sequences) for e in self._engines if e.serving and e.client is not None]
+        """Return what every serving engine, at least one, makes of the sequences (see :meth:`EngineClient.score`)."""
+        scores: list[list[Tensor]] = []
+        while not scores:
+            await self._least_loaded()
+            for engine in self._engines:
+                if engine.serving and engine.client is not None:
+                    with suppress(EngineLostError):  # its supervisor sees to it
+                        scores.append(await engine.client.score(sequences))
+            await asyncio.sleep(0)  # or the supervisor would never get to see it
+        return scores
 
     async def ship(self, shipment: Shipment) -> None:
         """Give weights to every engine that stands, one after the other, so that the others generate meanwhile."""
         self._latest = shipment
+        self._pushes += 1  # not the version: weights may change between two optimizer steps
+        number = self._pushes
         self.pauses = []
         for engine in self._engines:
-            if engine.serving and engine.version < shipment.push.version:
+            if engine.serving and engine.pushed < number:
                 await self._update(engine)
-        await self.until(lambda: any(e.serving and e.version >= shipment.push.version for e in self._engines))
+        await self.until(lambda: any(e.serving and e.pushed >= number for e in self._engines))
 
     async def until(self, condition: Callable[[], bool]) -> None:
         """Wait until ``condition`` holds; it is looked at whenever an engine's state changes."""
@@ -223,7 +239,7 @@ class EnginePool:
         """Start an engine, hand it the weights and let it serve; return why it ended."""
         address = await self.launcher.start(engine.index)
         client = engine.client = EngineClient(self._context, address, self.launcher.token)
-        engine.version = -1
+        engine.version, engine.pushed = -1, 0
         starting = asyncio.create_task(self._bring_up(engine, client))
         deadline = self._loop.time() + self.start_timeout
         try:
@@ -249,7 +265,7 @@ class EnginePool:
 
     async def _bring_up(self, engine: _Engine, client: EngineClient) -> None:
         await client.configure(self.spec, derive_seed(self.seed, engine.index, engine.losses))
-        while self._latest is not None and engine.version < self._latest.push.version:
+        while engine.pushed < self._pushes:
             await self._update(engine)
             if client.lost.done():
                 return
@@ -258,17 +274,17 @@ class EnginePool:
     async def _update(self, engine: _Engine) -> None:
         """Ship the latest weights to one engine; if it is lost meanwhile, its supervisor sees to it."""
         async with engine.shipping:
-            shipment = self._latest
+            shipment, number = self._latest, self._pushes
             assert shipment is not None
             assert engine.client is not None
-            if engine.version >= shipment.push.version:
+            if engine.pushed >= number:
                 return
             try:
                 loaded = await asyncio.wait_for(engine.client.ship(shipment), self.push_timeout)
             except EngineLostError:
                 return
             self.pauses.append(loaded.seconds)
-            engine.version = loaded.version
+            engine.version, engine.pushed = loaded.version, number
         await self._set(engine)
 
     async def _set(self, engine: _Engine, serving: bool | None = None) -> None:

@@ -72,7 +72,10 @@ class EventLoopThread:
         return list(job.outcomes)
 
     def close(self, closers: Sequence[AsyncCall] = ()) -> None:
-        """End the loop and its thread, after calling ``closers`` on it; a later :meth:`start` makes new ones."""
+        """End the loop and its thread, after calling ``closers`` on it; a later :meth:`start` makes new ones.
+
+        Calls that run on another thread's behalf end with an error, so that nobody waits for them.
+        """
         if self._loop is not None and self._thread is not None:
             closing = asyncio.run_coroutine_threadsafe(_all_of(closers), self._loop)
             with suppress(TimeoutError):  # a loop that does not answer is left behind
@@ -104,9 +107,16 @@ class EventLoopThread:
             job.done.set()
 
     async def _run(self, job: AsyncJob) -> None:
-        slots = asyncio.Semaphore(self.max_calls)
+        slots, generation = asyncio.Semaphore(self.max_calls), job.generation
         todo = [i for i, outcome in enumerate(job.outcomes) if outcome is None]
-        await asyncio.gather(*(self._run_one(job, i, slots, job.generation) for i in todo))
+        try:
+            await asyncio.gather(*(self._run_one(job, i, slots, generation) for i in todo))
+        except asyncio.CancelledError:  # the loop ends; unless another one has taken over, so does the job
+            if job.generation == generation:
+                for index in todo:
+                    job.finish(index, Outcome(error=RuntimeError("rewards were closed while this call ran")))
+                job.done.set()
+            raise
         job.done.set()
 
     async def _run_one(self, job: AsyncJob, index: int, slots: asyncio.Semaphore, generation: int) -> None:

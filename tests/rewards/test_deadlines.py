@@ -171,3 +171,23 @@ def test_trivial_rewards_are_cheap() -> None:
     start = time.monotonic()
     totals(scorer, ["a"] * 5000)
     assert time.monotonic() - start < 1.5
+
+
+def test_closing_ends_a_call_that_another_thread_waits_for() -> None:
+    """Rollouts ahead of training are scored when a run ends; the thread that scores them must not wait for ever."""
+    scorer, errors = RewardSum(sleep_async), []
+
+    def score() -> None:
+        try:
+            scorer.score(["bad"], [Prompt([1])])
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=score, daemon=True)
+    thread.start()
+    time.sleep(0.5)
+    scorer.close()
+    thread.join(5.0)
+    assert not thread.is_alive()
+    assert "rewards were closed while this call ran" in errors[0]
+    assert scorer.score(["good"], [Prompt([1])])[0].total == 1.0

@@ -1,0 +1,130 @@
+"""The pool alone, with engines that are clients without a process: what happens when one is lost at a bad moment."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightrl.engines.messages import EngineSpec, Loaded
+from lightrl.engines.staging import Shipment
+from lightrl.pools import pool as pools
+from lightrl.pools.client import EngineLostError
+from lightrl.pools.pool import EnginePool
+
+
+class Client:
+    """An engine that does at once what it is asked, unless the test says otherwise."""
+
+    made: list["Client"] = []
+    start_seconds = 0.0
+    on_score: Callable[["Client"], None] = lambda client: None
+
+    def __init__(self, *_: Any) -> None:
+        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self.pending = 0
+        self.loaded: list[float] = []
+        self.made.append(self)
+
+    async def configure(self, *_: Any) -> None:
+        await asyncio.sleep(self.start_seconds)
+
+    async def ship(self, shipment: Shipment) -> Loaded:
+        self.loaded.append(float(shipment._buffer.view(torch.float32)[0]))
+        return Loaded(shipment.push.version, 0.0)
+
+    async def score(self, sequences: list[list[int]]) -> list[Tensor]:
+        type(self).on_score(self)
+        if self.lost.done():
+            raise EngineLostError(self.lost.result())
+        return [torch.zeros(len(s) - 1) for s in sequences]
+
+    def close(self, linger_ms: int = 0) -> None:
+        self.lose("closed")
+
+    def lose(self, reason: str = "lost") -> None:
+        if not self.lost.done():
+            self.lost.set_result(reason)
+
+
+class Launcher:
+    token, owns = "", False
+
+    def __init__(self, num_engines: int) -> None:
+        self.num_engines = num_engines
+
+    async def start(self, index: int) -> str:
+        return ""
+
+    def ended(self, index: int) -> None:
+        return None
+
+    def last_words(self, index: int) -> str:
+        return ""
+
+    def close(self, seconds: float) -> None:
+        return None
+
+
+def weights(value: float, version: int) -> Shipment:
+    return Shipment(iter([("w", torch.full((2,), value))]), version, recompute_kv=True)
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EnginePool]]:
+    monkeypatch.setattr(pools, "EngineClient", Client)
+    monkeypatch.setattr(Client, "made", [])
+    monkeypatch.setattr(Client, "start_seconds", 0.0)
+    monkeypatch.setattr(Client, "on_score", lambda client: None)
+    started: list[EnginePool] = []
+
+    def begin(num_engines: int = 1, **options: Any) -> EnginePool:
+        started.append(EnginePool(Launcher(num_engines), EngineSpec({}, "float32"), **options))
+        started[-1].start()
+        return started[-1]
+
+    yield begin
+    for pool in started:
+        pool.close()
+
+
+def test_a_push_waits_for_an_engine_that_is_started_again(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = start(push_timeout=0.3, start_timeout=10.0)
+    pool.push(weights(0.0, 0))
+    monkeypatch.setattr(Client, "start_seconds", 1.0)
+    pool.loop.call_soon_threadsafe(Client.made[0].lose)
+    time.sleep(0.1)
+    pool.push(weights(1.0, 1))
+    assert Client.made[1].loaded == [1.0]
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_an_engine_lost_while_it_scores_does_not_end_the_run(
+    num_engines: int, start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = start(num_engines)
+    pool.push(weights(0.0, 0))
+    first = Client.made[0]
+    monkeypatch.setattr(Client, "on_score", lambda client: client.lose() if client is first else None)
+    scores = pool.call(pool.score([[1, 2, 3]]), timeout=10, what="a check")
+    assert [s[0].tolist() for s in scores] == [[0.0, 0.0]]
+
+
+def test_scores_are_never_of_no_engine(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = start()
+    pool.push(weights(0.0, 0))
+    monkeypatch.setattr(Client, "start_seconds", 0.5)
+    pool.loop.call_soon_threadsafe(Client.made[0].lose)
+    time.sleep(0.1)
+    assert len(pool.call(pool.score([[1, 2]]), timeout=10, what="a check")) == 1
+
+
+def test_weights_that_changed_between_two_steps_are_pushed(start: Any) -> None:
+    """``mark_weights_dirty``: the version stays, the weights do not."""
+    pool = start(2)
+    pool.push(weights(0.0, 3))
+    pool.push(weights(1.0, 3))
+    assert [c.loaded for c in Client.made] == [[0.0, 1.0], [0.0, 1.0]]
