@@ -236,7 +236,13 @@ class RolloutStream:
                 f"{world_size()}: resume with {len(current)}, or from a checkpoint at the end of a rollout batch"
             )
         self.order.load_state_dict(state["order"])
-        self._ahead.load_state_dict(state["ahead"])
+        ahead = state.get("ahead")
+        self._ahead.load_state_dict(ahead)
+        if ahead and not self._trainer.strategy.overlaps:
+            rank_zero_warn(
+                f"the checkpoint is of a strategy that samples ahead: {len(ahead['rows'])} prompts that were under way "
+                "are passed over. Resume with strategy='async_vllm' to train on them"
+            )
         self.seed = self.order.seed
         self.batches, self.step = state["batches"], state["step"]
         self.current = rollouts_from_state(current[rank()]) if len(current) == world_size() else None

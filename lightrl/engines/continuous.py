@@ -38,6 +38,7 @@ class ContinuousEngine:
         self.spec = spec
         self.version = -1
         """Optimizer steps done by the weights that it holds; -1 before the first push."""
+        self._loads = 0
         self._changes: dict[str, list[tuple[int, int]]] = {}  # id: (version, tokens sampled when it was replaced)
         self._done: list[Output] = []
         self._scores: dict[str, Any] = {}
@@ -92,7 +93,7 @@ class ContinuousEngine:
             raise ValueError(f"token id {wrong[0]} is outside the vocabulary of {vocab_size}")
         params.output_kind = RequestOutputKind.FINAL_ONLY
         # The salt keeps a new request from attention states that older weights computed.
-        prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=str(self.version))
+        prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=str(self._loads))
         self.llm.llm_engine.add_request(request_id, prompt, params)
 
     def abort(self, ids: list[str]) -> None:
@@ -160,6 +161,7 @@ class ContinuousEngine:
             if sampled.get(request_id):
                 changes.append((self.version, sampled[request_id]))
         self.version = version
+        self._loads += 1
         if recompute_kv:
             self.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
         return time.perf_counter() - started

@@ -15,6 +15,17 @@ from torch import Tensor
 
 MAX_FRAME_BYTES = 2**26
 """A larger frame ends the connection that it came from."""
+_HARMLESS_ARGS = frozenset(
+    {
+        "gpu_memory_utilization",
+        "kv_cache_memory_bytes",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "enforce_eager",
+        "seed",
+    }
+    | {"async_scheduling", "enable_prefix_caching", "enable_chunked_prefill", "block_size", "swap_space"}
+)
 CHUNK_BYTES = 2**24
 """Weights travel in pieces of this size, so that generation goes on between them."""
 
@@ -33,6 +44,13 @@ class EngineSpec(Struct, frozen=True):
     """Further arguments of ``vllm.LLM``."""
     code_path: str | None = None
     """Folder or name of a model that brings its own code, which the engine then runs."""
+
+    @property
+    def runs_code(self) -> str | None:
+        """The argument by which this could have the engine run other code than vLLM's, or None."""
+        if self.code_path is not None:
+            return "code_path"
+        return next((f"engine_args[{name!r}]" for name in self.engine_args if name not in _HARMLESS_ARGS), None)
 
 
 class Request(Struct, frozen=True):

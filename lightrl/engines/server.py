@@ -59,6 +59,7 @@ class EngineServer:
             self.close()
             raise
         self.address: str = self._socket.last_endpoint.decode().rstrip("\0")
+        self._has_secret = token != secure.LOOPBACK_TOKEN
         self._trainer: bytes | None = None
         self._staging: Staging | None = None
         self._stopped = False
@@ -111,6 +112,9 @@ class EngineServer:
         self._send(messages.Failed(f"the engine refused {what}"), sender)
 
     def _configure(self, sender: bytes, message: Configure) -> None:
+        if not self._has_secret and (unsafe := message.spec.runs_code):
+            self._refuse(sender, f"{unsafe} without a token: it runs code. Set {secure.TOKEN_VARIABLE} on both sides")
+            return
         if self._trainer not in (None, sender):
             self._send(messages.Failed("another trainer took this engine over"))
         if self._engine is not None and self._engine.spec != message.spec:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, TypeVar
 
 import zmq.asyncio
 from torch import Tensor
@@ -16,14 +14,13 @@ from lightrl.engines.messages import EngineSpec, Output, Request
 from lightrl.engines.staging import Shipment
 from lightrl.pools.client import EngineClient, EngineLostError
 from lightrl.pools.launchers import Launcher
+from lightrl.pools.loop import END_SECONDS, LoopThread
 from lightrl.rng import derive_seed
 
 _POLL_SECONDS = 0.25
-_END_SECONDS = 3.0
 _ENDING_POLLS = 4
 
 log = logging.getLogger(__name__)
-T = TypeVar("T")
 
 
 class EngineDiedError(RuntimeError):
@@ -42,7 +39,7 @@ class _Engine:
         self.shipping = asyncio.Lock()
 
 
-class EnginePool:
+class EnginePool(LoopThread):
     """Minds engine processes on an event loop of its own; every public method is called from another thread.
 
     Args:
@@ -64,20 +61,17 @@ class EnginePool:
         start_timeout: float = 600.0,
         push_timeout: float = 300.0,
     ) -> None:
+        super().__init__("lightrl-pool")
         self.launcher, self.spec, self.seed = launcher, spec, seed
         self.max_restarts, self.start_timeout, self.push_timeout = max_restarts, start_timeout, push_timeout
         self.pauses: list[float] = []
         """Seconds that each engine stood still for the last push."""
         self.listeners: list[Callable[[], None]] = []
         """Called on the loop whenever an engine begins or ceases to serve, or has new weights."""
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="lightrl-pool", daemon=True)
         self._engines: list[_Engine] = []
         self._supervisors: list[asyncio.Task[None]] = []
         self._latest: Shipment | None = None
         self._pushes = 0
-        self._failure: asyncio.Future[Any] | None = None
-        self._changed: asyncio.Condition | None = None
 
     # -- from the trainer's thread ------------------------------------------------------------------------------------
 
@@ -87,31 +81,8 @@ class EnginePool:
         Raises:
             EngineDiedError: one does not.
         """
-        self._thread.start()
+        self.begin()
         self.call(self._start(), timeout=self.start_timeout * (1 + self.max_restarts) + 10, what="the engines' start")
-
-    def call(self, work: Coroutine[Any, Any, T], *, timeout: float, what: str) -> T:
-        """Run a coroutine on the pool's loop and wait for it.
-
-        Args:
-            work: what to run.
-            timeout: seconds.
-            what: named in the error.
-
-        Raises:
-            TimeoutError: it took longer.
-            EngineDiedError: an engine ended for good in the meantime.
-        """
-        future = asyncio.run_coroutine_threadsafe(self._guarded(work, timeout, what), self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()  # on Ctrl-C
-            raise
-
-    def run(self, work: Coroutine[Any, Any, T], seconds: float = _END_SECONDS) -> T:
-        """Run a coroutine on the pool's loop, also after an engine ended for good: for cleaning up."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(seconds)
 
     def push(self, shipment: Shipment) -> None:
         """Give weights to every engine, one after the other; return when all that serve hold them."""
@@ -121,22 +92,14 @@ class EnginePool:
 
     def close(self) -> None:
         """End engines, loop and thread; may be called twice."""
-        if self._thread.is_alive():
-            try:
+        try:
+            if self.is_running:
                 self.run(self._stop())
-            finally:
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join(_END_SECONDS)
-        self.launcher.close(_END_SECONDS)
-        if not self._loop.is_running() and not self._loop.is_closed():
-            self._loop.close()
+        finally:
+            self.end()
+            self.launcher.close(END_SECONDS)
 
     # -- on the loop --------------------------------------------------------------------------------------------------
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """Where everything happens."""
-        return self._loop
 
     @property
     def version(self) -> int:
@@ -191,26 +154,6 @@ class EnginePool:
         async with self._changed:
             await self._changed.wait_for(condition)
 
-    async def _guarded(self, work: Coroutine[Any, Any, T], timeout: float, what: str) -> T:
-        if self._failure is None:
-            self._failure, self._changed = self._loop.create_future(), asyncio.Condition()
-            self._failure.add_done_callback(lambda f: f.exception())  # seen, whoever asks
-        task = asyncio.ensure_future(work)
-        try:
-            await asyncio.wait({task, self._failure}, timeout=timeout, return_when=asyncio.FIRST_COMPLETED)
-            if task.done():
-                return task.result()
-            if self._failure.done():
-                self._failure.result()
-            raise TimeoutError(f"{what} did not end within {timeout:g} s")
-        finally:
-            task.cancel()
-
-    def fail(self, error: BaseException) -> None:
-        """End the run: whoever waits for the pool, now or later, gets ``error``."""
-        if self._failure is not None and not self._failure.done():
-            self._failure.set_exception(error)
-
     async def _start(self) -> None:
         self._context = zmq.asyncio.Context()
         self._engines = [_Engine(i) for i in range(self.launcher.num_engines)]
@@ -241,7 +184,7 @@ class EnginePool:
         client = engine.client = EngineClient(self._context, address, self.launcher.token)
         engine.version, engine.pushed = -1, 0
         starting = asyncio.create_task(self._bring_up(engine, client))
-        deadline = self._loop.time() + self.start_timeout
+        deadline = self.loop.time() + self.start_timeout
         try:
             while not client.lost.done():
                 if starting.done() and starting.exception() is not None:
@@ -249,7 +192,7 @@ class EnginePool:
                     if not isinstance(error, EngineLostError):
                         raise error  # type: ignore[misc]
                     return str(error)
-                if not starting.done() and self._loop.time() > deadline:
+                if not starting.done() and self.loop.time() > deadline:
                     return f"it did not stand within start_timeout={self.start_timeout:.0f} s"
                 if ended := self.launcher.ended(engine.index):
                     return ended
@@ -283,6 +226,9 @@ class EnginePool:
                 loaded = await asyncio.wait_for(engine.client.ship(shipment), self.push_timeout)
             except EngineLostError:
                 return
+            except TimeoutError:
+                late = f"engine {engine.index} did not load weights within push_timeout={self.push_timeout:.0f} s"
+                raise TimeoutError(late) from None
             self.pauses.append(loaded.seconds)
             engine.version, engine.pushed = loaded.version, number
         await self._set(engine)

@@ -133,7 +133,8 @@ class AsyncVLLMStrategy(RolloutStrategy):
             dtype=str(self._engine_dtype).removeprefix("torch."),
             max_model_len=max_model_len,
             tensor_parallel_size=self.engine_tp_size,
-            engine_args=self.engine_args,
+            # Otherwise a token that is under way while weights change would be taken for one of the new policy.
+            engine_args=self.engine_args if self.recompute_kv else {"async_scheduling": False} | self.engine_args,
             code_path=str(module.policy.config.name_or_path) if module.trust_remote_code else None,
         )
         self._pool = EnginePool(

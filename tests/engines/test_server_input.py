@@ -10,11 +10,12 @@ import torch
 import zmq
 from msgspec import msgpack
 
-from lightrl.engines import messages
+from lightrl.engines import messages, secure
 from lightrl.engines.messages import (
     Abort,
     Chunk,
     Configure,
+    EngineSpec,
     Failed,
     Generate,
     Loaded,
@@ -143,3 +144,28 @@ def test_a_trainer_that_leaves_is_forgotten(served: Served, caplog: pytest.LogCa
     served.server._send(Scored([]))  # what an unfinished request would have sent
     assert served.engine.submitted == []
     assert "the trainer is gone" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("spec", "named"),
+    [
+        (EngineSpec({}, "float32", code_path="/tmp/model"), "code_path"),
+        (EngineSpec({}, "float32", engine_args={"worker_extension_cls": "os.Evil"}), "worker_extension_cls"),
+        (EngineSpec({}, "float32", engine_args={"max_num_seqs": 8, "model": "/tmp/model"}), "model"),
+    ],
+)
+def test_without_a_token_nobody_has_it_run_code(spec: EngineSpec, named: str) -> None:
+    """On a loopback address any user of the host can connect."""
+    served = Served(secure.LOOPBACK_TOKEN)
+    try:
+        served.server._engine.spec = spec  # it would stand already
+        client = served.client()
+        client.send(Configure(spec))
+        answer = client.receive()
+        assert isinstance(answer, Failed)
+        assert named in answer.reason
+        assert "LIGHTRL_TOKEN" in answer.reason
+        served.server._engine.spec = SPEC
+        served.trainer()  # is answered Ready
+    finally:
+        served.close()

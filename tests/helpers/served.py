@@ -60,8 +60,9 @@ class FakeEngine:
 class Served:
     """A server on a thread, and clients of it."""
 
-    def __init__(self) -> None:
-        self.server = server.EngineServer("tcp://127.0.0.1:0", TOKEN)
+    def __init__(self, token: str = TOKEN) -> None:
+        self.token = token
+        self.server = server.EngineServer("tcp://127.0.0.1:0", token)
         self.address = self.server.address
         self.port = int(self.address.rpartition(":")[2])
         self.engine = self.server._engine = FakeEngine()
@@ -77,7 +78,7 @@ class Served:
             self.error = error
 
     def client(self, make: Callable[[Any], Any] | None = None) -> "Client":
-        socket = make(self.context) if make else secure.client_socket(self.context, TOKEN)
+        socket = make(self.context) if make else secure.client_socket(self.context, self.token)
         self.clients.append(Client(socket, self.address))
         return self.clients[-1]
 

@@ -176,14 +176,14 @@ def test_an_exception_in_a_callback_leaves_nothing() -> None:
 
 
 def test_a_resumed_run_trains_on_every_prompt_once(tmp_path: Path) -> None:
-    first, second = Record(), Record()
+    first, second = Record(step_seconds=0.5), Record()
     keep = ModelCheckpoint(tmp_path, filename="at", every_n_train_steps=3, save_top_k=-1)
     data = tiny_data(tiny_prompts(24))
     fit(AsyncVLLMStrategy(max_staleness=2), [first, keep], data=data, max_steps=3, enable_checkpointing=True)
     path = tmp_path / "at.ckpt"
     state = torch.load(path, weights_only=True)
     ahead = state["RolloutDataModule"]["ahead"]
-    assert ahead["rows"], "nothing was under way"
+    assert ahead["ready"], "nothing was ready ahead of training"
     module = RLModule(tiny_model(), lr=0.02, correction=TruncatedToken())
     trainer = quiet_trainer(AsyncVLLMStrategy(max_staleness=2), callbacks=[second], max_steps=6)
     trainer.fit(module, tiny_data(tiny_prompts(24)), ckpt_path=path)
