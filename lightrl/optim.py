@@ -121,6 +121,12 @@ class OffloadedAdamW(torch.optim.AdamW):
             self.param_groups = groups
         return loss
 
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load, and put the state back into CPU memory: torch loads it onto the parameters' device."""
+        super().load_state_dict(state_dict)
+        for parameter in self.state:
+            self._move(parameter, torch.device("cpu"))
+
     def _move(self, parameter: Tensor, device: torch.device) -> None:
         state = self.state.get(parameter, {})
         for key, value in state.items():

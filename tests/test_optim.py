@@ -49,6 +49,19 @@ def test_offloaded_state_is_in_cpu_memory_between_steps() -> None:
     state = [v for s in optimizer.state.values() for v in s.values() if v.ndim]
     assert len(state) == 2 * len(list(model.parameters()))
     assert {v.device.type for v in state} == {"cpu"}
+    again = make_optimizer([(model.parameters(), 1e-2)], betas=(0.9, 0.99), weight_decay=0.0, name="adamw_offload")
+    again.load_state_dict(optimizer.state_dict())
+    assert {v.device.type for s in again.state.values() for v in s.values() if v.ndim} == {"cpu"}
+
+
+def test_loaded_state_goes_to_cpu_memory_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, optimizer = after_steps(
+        lambda m: make_optimizer([(m.parameters(), 1e-3)], betas=(0.9, 0.99), weight_decay=0.0, name="adamw_offload")
+    )
+    moved: list[torch.device] = []
+    monkeypatch.setattr(type(optimizer), "_move", lambda self, parameter, device: moved.append(device))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert moved == [torch.device("cpu")] * len(optimizer.state)
 
 
 def test_a_strategy_leaves_state_alone_that_has_its_own_place() -> None:

@@ -32,7 +32,7 @@ def weighted_sources(prompts: Any) -> list[tuple[Any, float]]:
 class MixedOrder:
     """Visits several sources in proportion to their weights, each in a :class:`PromptOrder` of its own.
 
-    After any number of rows each source has had its share to within one row, so that steps are mixed alike.
+    After any number of rows each source has had its share to within two rows, so that steps are mixed alike.
 
     Args:
         sizes: rows of each source; rows of the second count on from those of the first.

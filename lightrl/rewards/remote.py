@@ -99,7 +99,7 @@ class Judge:
         model: str,
         base_url: str = "https://api.openai.com/v1",
         prompt: str = JUDGE_PROMPT,
-        score: str = r"(?i)score\W{0,4}(\d+(?:\.\d+)?)",
+        score: str = r"(?i)score[^\w+-]{0,4}([+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?)",
         scale: float = 10.0,
         timeout: float = 60.0,
         retries: int = 3,

@@ -128,7 +128,7 @@ def test_a_judge_is_asked_in_its_words_and_its_last_score_counts() -> None:
     assert {headers["path"] for headers in server.headers} == {"/v1/chat/completions"}
 
 
-@pytest.mark.parametrize("said", ["fine", "Score: 11", ""])
+@pytest.mark.parametrize("said", ["fine", "Score: 11", "Score: -5", "Score: 2e1", ""])
 def test_a_judge_without_a_usable_score_is_an_error(said: str) -> None:
     with (
         serving(lambda body: (200, chat(said))) as server,
