@@ -198,6 +198,8 @@ class ContinuousEngine:
         return [prompt_logprobs(self._scores.pop(i), s) for i, s in zip(ids, sequences, strict=True)]
 
     def close(self) -> None:
-        """Release everything."""
-        compat.shut_down(self.llm)
-        self._config.cleanup()
+        """Release everything; may be called twice."""
+        if self.llm is not None:
+            compat.shut_down(self.llm)
+            self.llm = None
+            self._config.cleanup()
