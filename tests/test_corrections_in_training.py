@@ -106,7 +106,8 @@ def test_mismatch_metrics_are_the_steps_whatever_the_cut(cuts: int) -> None:
     loader = SizedLoader(
         1, lambda _: StepBatch([pack(p, temperature=1.0) for p in Packer().split(rollouts, cuts)], 0, rollouts)
     )
-    quiet_trainer(strategy="auto", callbacks=[logged], max_steps=1).fit(tiny_module(correction=TruncatedToken(1.1)), loader)
+    trainer = quiet_trainer(strategy="auto", callbacks=[logged], max_steps=1)
+    trainer.fit(tiny_module(correction=TruncatedToken(1.1)), loader)
     old, sampler = (torch.cat([getattr(r, n) for r in rollouts]) for n in ("scored_logprobs", "rollout_logprobs"))
     right = mismatch_metrics(old, sampler, cap=1.1)
     for name in ("logprob_diff_mean", "logprob_diff_max", "effective_sample_size", "truncated_frac"):
