@@ -45,7 +45,9 @@ def plan_moves(costs: list[list[float]]) -> dict[tuple[int, int], int]:
     """
     held = [{(r, i): cost for i, cost in enumerate(theirs)} for r, theirs in enumerate(costs)]
     loads = [sum(theirs) for theirs in costs]
-    while max(loads) * len(loads) > ENOUGH * sum(loads):
+    for _ in range(sum(map(len, costs))):  # bounded: where costs round away beside others, a group could move for ever
+        if max(loads) * len(loads) <= ENOUGH * sum(loads):
+            break
         high, low = loads.index(max(loads)), loads.index(min(loads))
         gap = loads[high] - loads[low]
         fitting = {origin: cost for origin, cost in held[high].items() if 0 < cost < gap}

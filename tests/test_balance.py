@@ -95,6 +95,13 @@ def test_moves_end_and_never_make_it_worse(costs: list[list[float]]) -> None:
         assert worst(costs, moves) <= worst(costs, {}) * (1 + 1e-9)
 
 
+def test_moves_end_where_costs_round_away() -> None:
+    tiny = 5e-324
+    assert plan_moves([[1e9, tiny, tiny], [1e9, tiny], [tiny] * 3, []])
+    for costs in ([[0.1, 0.2, 0.3], [0.3, 0.3], [0.6]], [[1e16, 1.0, 1.0], [1e16], [1e16, 1.0]]):
+        plan_moves(costs)
+
+
 def test_a_rank_sends_what_it_gives_away_and_takes_what_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(ids: list[int]) -> list[RolloutGroup]:
         return [RolloutGroup(Prompt([i]), group(0, i, [1, 2])) for i in ids]
