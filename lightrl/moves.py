@@ -14,6 +14,7 @@ from lightrl.types import RolloutGroup
 
 ENOUGH = 1.02
 """No group moves for less than this: the most loaded rank's work over the mean."""
+_CLOSER = 1 - 1e-6  # a group as large as the gap would only change sides, and with rounding go back and forth
 
 
 def even_out(groups: list[RolloutGroup], cost: Callable[[RolloutGroup], float]) -> list[RolloutGroup]:
@@ -45,12 +46,12 @@ def plan_moves(costs: list[list[float]]) -> dict[tuple[int, int], int]:
     """
     held = [{(r, i): cost for i, cost in enumerate(theirs)} for r, theirs in enumerate(costs)]
     loads = [sum(theirs) for theirs in costs]
-    for _ in range(sum(map(len, costs))):  # bounded: where costs round away beside others, a group could move for ever
+    for _ in range(sum(map(len, costs))):  # bounded: costs that round away beside others must not move for ever
         if max(loads) * len(loads) <= ENOUGH * sum(loads):
             break
         high, low = loads.index(max(loads)), loads.index(min(loads))
         gap = loads[high] - loads[low]
-        fitting = {origin: cost for origin, cost in held[high].items() if 0 < cost < gap}
+        fitting = {origin: cost for origin, cost in held[high].items() if 0 < cost < _CLOSER * gap}
         if not fitting:
             break
         origin = min(fitting, key=lambda o: abs(fitting[o] - gap / 2))

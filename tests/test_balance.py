@@ -95,11 +95,11 @@ def test_moves_end_and_never_make_it_worse(costs: list[list[float]]) -> None:
         assert worst(costs, moves) <= worst(costs, {}) * (1 + 1e-9)
 
 
-def test_moves_end_where_costs_round_away() -> None:
-    tiny = 5e-324
-    assert plan_moves([[1e9, tiny, tiny], [1e9, tiny], [tiny] * 3, []])
-    for costs in ([[0.1, 0.2, 0.3], [0.3, 0.3], [0.6]], [[1e16, 1.0, 1.0], [1e16], [1e16, 1.0]]):
-        plan_moves(costs)
+@pytest.mark.timeout(20)
+def test_a_group_as_large_as_the_gap_does_not_go_back_and_forth() -> None:
+    assert plan_moves([[0.2, 0.1, 0.2], []]) in ({(0, 0): 1}, {(0, 2): 1})  # in float64 0.3 - 0.2 is not 0.1
+    assert len(plan_moves([[2.0, 1.0, 1.0, 0.2], []])) == 1
+    assert plan_moves([[1e9, 5e-324, 5e-324], [1e9, 5e-324], [5e-324] * 3, []])
 
 
 def test_a_rank_sends_what_it_gives_away_and_takes_what_it_gets(monkeypatch: pytest.MonkeyPatch) -> None:
