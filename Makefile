@@ -22,7 +22,9 @@ demo: $(READY) ## train a tiny model with GRPO and vLLM
 	$(PYTHON) -m examples.tiny.run
 
 test: $(READY) ## all tests that do not need a GPU
-	$(PYTHON) -m pytest -q -m "not gpu"
+	$(PYTHON) -m pytest -q -m "not vllm and not slow and not gpu"
+	$(PYTHON) -m pytest -q -m "slow and not vllm and not gpu"
+	$(PYTHON) -m pytest -q -m "vllm and not gpu"
 
 test-fast: $(READY) ## the tests that take seconds
 	$(PYTHON) -m pytest -q -x -m "not vllm and not slow and not gpu"

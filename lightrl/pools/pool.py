@@ -198,6 +198,7 @@ class EnginePool(LoopThread):
                     return ended
                 await asyncio.wait({client.lost}, timeout=_POLL_SECONDS)
             reason = client.lost.result()
+            await self._set(engine, serving=False)
             for _ in range(_ENDING_POLLS):  # a process ends a moment after its connection
                 if ended := self.launcher.ended(engine.index):
                     return f"{reason}; {ended}"
