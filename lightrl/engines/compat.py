@@ -152,11 +152,16 @@ def shut_down(llm: Any) -> None:
         parallel_state._WORLD = None
 
 
-def add_request(engine: Any, name: str, prompt_ids: list[int], params: Any) -> None:
-    """Hand a request to a running ``LLMEngine``, in the form that its version wants a prompt of token ids in."""
+def add_request(engine: Any, name: str, prompt_ids: list[int], params: Any, cache_salt: str | None = None) -> None:
+    """Hand a request to a running ``LLMEngine``, in the form that its version wants a prompt of token ids in.
+
+    Requests share cached attention states only with those of the same ``cache_salt``.
+    """
     from vllm.inputs import TokensPrompt
 
     prompt: Any = TokensPrompt(prompt_token_ids=prompt_ids)
+    if cache_salt is not None:
+        prompt["cache_salt"] = cache_salt
     renderer: Any = getattr(engine, "renderer", None)
     if hasattr(renderer, "render_cmpl"):
         (prompt,) = renderer.render_cmpl([prompt])

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightrl.engines import compat
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.messages import EngineSpec, Output, Request, float_bytes
-from lightrl.engines.vllm import OUTPUT, SCORE, llm_args, load_checked, prompt_logprobs
+from lightrl.engines.vllm import OUTPUT, SCORE, llm_args, load_checked, prompt_logprobs, sampled
 
 _SCORE_ID = "score"
 
@@ -84,7 +84,6 @@ class ContinuousEngine:
         self._changes[request.id] = []
 
     def _add(self, request_id: str, ids: list[int], params: Any) -> None:
-        from vllm.inputs import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
         # vLLM looks at token ids only where it has a tokenizer; the model would fail on them, and the engine with it.
@@ -93,8 +92,7 @@ class ContinuousEngine:
             raise ValueError(f"token id {wrong[0]} is outside the vocabulary of {vocab_size}")
         params.output_kind = RequestOutputKind.FINAL_ONLY
         # The salt keeps a new request from attention states that older weights computed.
-        prompt = TokensPrompt(prompt_token_ids=ids, cache_salt=str(self._loads))
-        self.llm.llm_engine.add_request(request_id, prompt, params)
+        compat.add_request(self.llm.llm_engine, request_id, ids, params, cache_salt=str(self._loads))
 
     def abort(self, ids: list[str]) -> None:
         """Let requests go without an output; unknown ones are ignored."""
@@ -124,17 +122,13 @@ class ContinuousEngine:
         changes = self._changes.pop(output.request_id, None)
         if changes is None:
             return  # aborted
-        sample = output.outputs[0]
-        if sample.finish_reason not in ("stop", "length"):
-            raise RuntimeError(f"vLLM ended a completion with finish_reason={sample.finish_reason!r}")
-        ids = list(sample.token_ids)
+        ids, logprobs, truncated = sampled(output.outputs[0])
         versions, before = [], 0
         for version, count in [*changes, (self.version, len(ids))]:
             if count > before:
                 versions.append((version, count - before))
                 before = count
-        logprobs = float_bytes(list(sample.logprobs.logprobs))
-        self._done.append(Output(output.request_id, ids, logprobs, versions, sample.finish_reason == "length"))
+        self._done.append(Output(output.request_id, ids, float_bytes(logprobs), versions, truncated))
 
     def load(self, weights: Iterator[tuple[str, Tensor]], version: int, recompute_kv: bool) -> float:
         """Put (checkpoint name, full tensor) pairs in, check them, and go on under the new version.
@@ -152,14 +146,14 @@ class ContinuousEngine:
             WeightSyncError: a tensor did not arrive as it was sent.
         """
         started = time.perf_counter()
-        sampled = compat.sampled_so_far(self.llm)
+        so_far = compat.sampled_so_far(self.llm)
         if self.spec.tensor_parallel_size == 1:
             load_checked(self.llm, weights, tp_rank=0)
         else:
             self._load_on_workers(weights)
         for request_id, changes in self._changes.items():
-            if sampled.get(request_id):
-                changes.append((self.version, sampled[request_id]))
+            if so_far.get(request_id):
+                changes.append((self.version, so_far[request_id]))
         self.version = version
         self._loads += 1
         if recompute_kv:

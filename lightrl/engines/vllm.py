@@ -241,12 +241,17 @@ def _options(sampling: Sampling) -> dict[str, Any]:
 
 
 def _completion(sample: Any, policy_version: int) -> Completion:
+    ids, logprobs, truncated = sampled(sample)
+    versions = torch.full((len(ids),), policy_version, dtype=torch.int64)
+    return Completion(ids, torch.tensor(logprobs, dtype=torch.float32), versions, truncated)
+
+
+def sampled(sample: Any) -> tuple[list[int], list[float], bool]:
+    """Return token ids, their logprobs and whether the token budget ended it, of a sample that vLLM returned.
+
+    Raises:
+        RuntimeError: something else than a stop token or the budget ended it.
+    """
     if sample.finish_reason not in ("stop", "length"):
         raise RuntimeError(f"vLLM ended a completion with finish_reason={sample.finish_reason!r}")
-    ids = list(sample.token_ids)
-    return Completion(
-        token_ids=ids,
-        logprobs=torch.tensor(list(sample.logprobs.logprobs), dtype=torch.float32),
-        policy_versions=torch.full((len(ids),), policy_version, dtype=torch.int64),
-        truncated=sample.finish_reason == "length",
-    )
+    return list(sample.token_ids), list(sample.logprobs.logprobs), sample.finish_reason == "length"
