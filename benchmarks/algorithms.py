@@ -25,34 +25,16 @@ def train(name: str, steps: int, strategy: Any, out: Path, **module_args: Any) -
     from lightning.pytorch.loggers import TensorBoardLogger
 
     from examples.tiny.curve import HELD_OUT, read_scalars
-    from examples.tiny.task import reward, write_task
-    from lightrl import RolloutDataModule, Trainer, algorithms
+    from examples.tiny.task import write_task
+    from examples.tiny.training import make_data, make_trainer
+    from lightrl import algorithms
 
     seed_everything(0, verbose=False)
     task, logger = write_task(out), TensorBoardLogger(out, name="")
     module = getattr(algorithms, name)(task.model_dir, lr=1e-3, **module_args)
-    data = RolloutDataModule(
-        str(task.train),
-        reward=reward,
-        group_size=16,
-        prompts_per_step=64,
-        max_completion_tokens=4,
-        val_prompts=str(task.test),
-    )
-    trainer = Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        max_steps=steps,
-        gradient_clip_val=1.0,
-        val_check_interval=EVERY,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,
-        logger=logger,
-        enable_checkpointing=False,
-        enable_model_summary=False,
-        enable_progress_bar=False,
+    data = make_data(task)
+    trainer = make_trainer(
+        strategy, steps, samples_every=None, val_check_interval=EVERY, logger=logger, enable_progress_bar=False
     )
     before = trainer.validate(module, data, verbose=False)[0]["val/pass@1"]
     started = time.perf_counter()

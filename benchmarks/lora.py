@@ -17,18 +17,10 @@ def fit(module: Any, task: Any, steps: int, folder: Path, every: int, **args: An
     """Train, with a checkpoint every so many steps; held-out pass@1 before and after."""
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from examples.tiny.task import reward
-    from lightrl import RolloutDataModule, Trainer
+    from examples.tiny.training import make_data
+    from lightrl import Trainer
 
-    data = RolloutDataModule(
-        str(task.train),
-        reward=reward,
-        group_size=16,
-        prompts_per_step=32,
-        max_completion_tokens=4,
-        val_prompts=str(task.test),
-        seed=0,
-    )
+    data = make_data(task, prompts_per_step=32, seed=0)
     trainer = Trainer(
         strategy="colocated_vllm",
         accelerator="cpu",

@@ -6,7 +6,6 @@ import argparse
 import itertools
 import os
 import random
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a model this small only waits for a second thread
@@ -18,8 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from examples.tiny.curve import draw_curve
 from examples.tiny.task import VOCABULARY, make_model, make_tokenizer
-from lightrl import RLModule, RolloutDataModule, Trainer
-from lightrl.callbacks import SampleTable
+from examples.tiny.training import make_parser, make_trainer, train_and_tell
+from lightrl import RLModule, RolloutDataModule
 from lightrl.environments import Episodes, ToolUse
 from lightrl.rewards import exact_match
 
@@ -69,26 +68,8 @@ def main() -> None:
         val_temperature=1.0,  # the likeliest call is right from the start: what is learnt is to be sure of it
         tokenizer=tokenizer,
     )
-    trainer = Trainer(
-        strategy=args.strategy,
-        accelerator="cpu",
-        devices=1,
-        max_steps=args.max_steps,
-        gradient_clip_val=1.0,
-        val_check_interval=5,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,
-        logger=logger,
-        callbacks=[SampleTable(every_n_steps=20)],
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
-    before = trainer.validate(module, data, verbose=False)[0]["val/reward"]
-    trainer.fit(module, data)
-    after = trainer.validate(module, data, verbose=False)[0]["val/reward"]
-    print(f"learning curve: {draw_curve(logger.log_dir, title='Calculator')}")
-    print(f"held-out reward: {before:.3f} -> {after:.3f}")
+    trainer = make_trainer(args.strategy, args.max_steps, samples_every=20, val_check_interval=5, logger=logger)
+    train_and_tell(trainer, module, data, lambda: draw_curve(logger.log_dir, title="Calculator"))
 
 
 def split(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
@@ -118,12 +99,8 @@ def imitate(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: i
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m examples.calculator.run", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/calculator"), help="folder for the runs")
-    parser.add_argument("--max-steps", type=int, default=30, help="optimizer steps")
+    parser = make_parser("calculator", __doc__, max_steps=30, seed="of the weights and of sampling")
     parser.add_argument("--warm-up-steps", type=int, default=300, help="steps of imitation before")
-    parser.add_argument("--strategy", default="colocated_vllm", choices=["colocated_vllm", "colocated_hf"])
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of sampling")
     return parser.parse_args()
 
 

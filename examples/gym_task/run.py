@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
 import os
-from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a model this small only waits for a second thread
 
@@ -13,8 +11,8 @@ from lightning.pytorch.loggers import TensorBoardLogger
 
 from examples.tiny.curve import draw_curve
 from examples.tiny.task import VOCABULARY, make_model, make_tokenizer
-from lightrl import RLModule, RolloutDataModule, Trainer
-from lightrl.callbacks import SampleTable
+from examples.tiny.training import make_parser, make_trainer, train_and_tell
+from lightrl import RLModule, RolloutDataModule
 from lightrl.prompts import gym_rows
 from lightrl.rewards import gym_score
 
@@ -23,7 +21,7 @@ TASK = "gym:gcd?min_numbers=2&max_numbers=2&min_value=1&max_value=10"
 
 def main() -> None:
     """Train on problems of one seed, test on those of another."""
-    args = _arguments()
+    args = make_parser("gym_task", __doc__, max_steps=120, seed="of the weights and of sampling").parse_args()
     seed_everything(args.seed, verbose=False)
     logger = TensorBoardLogger(args.out, name="")
     words = vocabulary()
@@ -39,26 +37,8 @@ def main() -> None:
         val_prompts=f"{TASK}&size=200&seed=2",
         tokenizer=tokenizer,
     )
-    trainer = Trainer(
-        strategy=args.strategy,
-        accelerator="cpu",
-        devices=1,
-        max_steps=args.max_steps,
-        gradient_clip_val=1.0,
-        val_check_interval=20,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,
-        logger=logger,
-        callbacks=[SampleTable(every_n_steps=50)],
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
-    before = trainer.validate(module, data, verbose=False)[0]["val/reward"]
-    trainer.fit(module, data)
-    after = trainer.validate(module, data, verbose=False)[0]["val/reward"]
-    print(f"learning curve: {draw_curve(logger.log_dir, title='reasoning-gym: gcd')}")
-    print(f"held-out reward: {before:.3f} -> {after:.3f}")
+    trainer = make_trainer(args.strategy, args.max_steps, logger=logger)
+    train_and_tell(trainer, module, data, lambda: draw_curve(logger.log_dir, title="reasoning-gym: gcd"))
 
 
 def vocabulary() -> list[str]:
@@ -66,15 +46,6 @@ def vocabulary() -> list[str]:
     questions = gym_rows("gcd", size=500, min_numbers=2, max_numbers=2, min_value=1, max_value=10)
     said = {word for row in questions for word in row["prompt"][0]["content"].split()}
     return list(dict.fromkeys([*VOCABULARY, *sorted(said), *(str(n) for n in range(1, 11))]))
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m examples.gym_task.run", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/gym_task"), help="folder for the runs")
-    parser.add_argument("--max-steps", type=int, default=120, help="optimizer steps")
-    parser.add_argument("--strategy", default="colocated_vllm", choices=["colocated_vllm", "colocated_hf"])
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of sampling")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -14,9 +14,9 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from lightning.pytorch.utilities import rank_zero_only
 
 from examples.tiny.curve import draw_curve
-from examples.tiny.task import reward, write_task
-from lightrl import RLModule, RolloutDataModule, Trainer
-from lightrl.callbacks import SampleTable
+from examples.tiny.task import write_task
+from examples.tiny.training import make_data, make_trainer
+from lightrl import RLModule
 
 MAX_STEPS = 80
 
@@ -30,29 +30,8 @@ def main() -> None:
     say(f"run: {logger.log_dir}")
 
     module = RLModule(task.model_dir, lr=1e-3, schedule="linear")
-    data = RolloutDataModule(
-        str(task.train),
-        reward=reward,
-        group_size=16,
-        prompts_per_step=64,
-        max_completion_tokens=4,
-        val_prompts=str(task.test),
-    )
-    trainer = Trainer(
-        strategy=args.strategy,
-        accelerator="cpu",
-        devices=args.devices,
-        max_steps=args.max_steps,
-        gradient_clip_val=1.0,
-        val_check_interval=20,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,
-        logger=logger,
-        callbacks=[SampleTable(every_n_steps=50)],
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
+    data = make_data(task)
+    trainer = make_trainer(args.strategy, args.max_steps, devices=args.devices, logger=logger)
 
     before = trainer.validate(module, data, verbose=False)[0]["val/pass@1"]
     say(f"held-out pass@1 before training: {before:.3f}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 from pathlib import Path
 
@@ -15,8 +14,8 @@ from matplotlib.figure import Figure
 
 from examples.tiny.curve import read_scalars
 from examples.tiny.task import write_task
-from lightrl import RLModule, RolloutDataModule, Trainer
-from lightrl.callbacks import SampleTable
+from examples.tiny.training import make_data, make_parser, make_trainer, train_and_tell
+from lightrl import RLModule
 from lightrl.rewards import LengthPenalty, RepetitionPenalty
 
 TERMS = ("right", "short", "repeats")
@@ -29,44 +28,24 @@ def right(completion: str, ground_truth: str, **columns: object) -> float:
 
 def main() -> None:
     """Train; each term of the reward is logged and drawn by itself."""
-    args = _arguments()
+    args = make_parser("weighted_rewards", __doc__, 100, "of the order of prompts and of sampling").parse_args()
     seed_everything(args.seed, verbose=False)
     task = write_task(args.out)
     logger = TensorBoardLogger(args.out, name="")
 
     module = RLModule(task.model_dir, lr=1e-3, schedule="linear")
-    data = RolloutDataModule(
-        str(task.train),
+    data = make_data(
+        task,
         reward={
             "right": right,
             "short": (LengthPenalty(free=2, limit=8), 0.3),  # a digit and the end: 2 tokens
             "repeats": (RepetitionPenalty(n=1), 0.1),
         },
-        group_size=16,
         prompts_per_step=32,
         max_completion_tokens=8,
-        val_prompts=str(task.test),
     )
-    trainer = Trainer(
-        strategy=args.strategy,
-        accelerator="cpu",
-        devices=1,
-        max_steps=args.max_steps,
-        gradient_clip_val=1.0,
-        val_check_interval=20,
-        check_val_every_n_epoch=None,
-        num_sanity_val_steps=0,
-        log_every_n_steps=1,
-        logger=logger,
-        callbacks=[SampleTable(every_n_steps=50)],
-        enable_checkpointing=False,
-        enable_model_summary=False,
-    )
-    before = trainer.validate(module, data, verbose=False)[0]["val/reward"]
-    trainer.fit(module, data)
-    after = trainer.validate(module, data, verbose=False)[0]["val/reward"]
-    print(f"learning curve: {draw_terms(logger.log_dir)}")
-    print(f"held-out reward: {before:.3f} -> {after:.3f}")
+    trainer = make_trainer(args.strategy, args.max_steps, logger=logger)
+    train_and_tell(trainer, module, data, lambda: draw_terms(logger.log_dir))
 
 
 def draw_terms(log_dir: str) -> Path:
@@ -84,15 +63,6 @@ def draw_terms(log_dir: str) -> Path:
         axes.legend(frameon=False)
         figure.savefig(picture, dpi=150)
     return picture
-
-
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m examples.weighted_rewards.run", description=__doc__)
-    parser.add_argument("--out", type=Path, default=Path("runs/weighted_rewards"), help="folder for the runs")
-    parser.add_argument("--max-steps", type=int, default=100, help="optimizer steps")
-    parser.add_argument("--strategy", default="colocated_vllm", choices=["colocated_vllm", "colocated_hf"])
-    parser.add_argument("--seed", type=int, default=0, help="of the order of prompts and of sampling")
-    return parser.parse_args()
 
 
 if __name__ == "__main__":
