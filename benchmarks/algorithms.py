@@ -2,19 +2,16 @@
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 from benchmarks import Result
+from benchmarks._subprocess import run_module
 
 needs = "vllm"
 
-ROOT = Path(__file__).resolve().parent.parent
 NAMES = ("GRPO", "DrGRPO", "DAPO", "RLOO", "REINFORCEPlusPlus", "GSPO", "CISPO", "OPO", "PPO")
 STEPS, BAR, EVERY = 60, 0.8, 10
 
@@ -55,12 +52,8 @@ def train(name: str, steps: int, strategy: Any, out: Path, **module_args: Any) -
 
 def in_subprocess(name: str, steps: int, strategy: str, folder: Path) -> dict[str, Any]:
     """An engine and a process group of its own for each."""
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
-    command = [sys.executable, "-m", "benchmarks.algorithms", "--only", name, "--steps", str(steps)]
-    command += ["--strategy", strategy, "--out", str(folder)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
-    if done.returncode:
-        raise RuntimeError(f"{name} exited with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
+    args = ("--only", name, "--steps", steps, "--strategy", strategy, "--out", folder)
+    run_module("benchmarks.algorithms", *args, timeout=1800)
     found: dict[str, Any] = json.loads((folder / f"{name}.json").read_text())
     return found
 

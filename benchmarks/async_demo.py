@@ -2,18 +2,15 @@
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks import Result
+from benchmarks._subprocess import run_module
 
 needs = "vllm"
 
-ROOT = Path(__file__).resolve().parent.parent
 LIMITS = (0, 1, 4)
 STEPS, BAR = 60, 0.9
 
@@ -28,15 +25,8 @@ def train(limit: int, steps: int, out: Path) -> dict[str, Any]:
 
 
 def in_subprocess(limit: int, steps: int, folder: Path) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.async_demo", "--only", str(limit), "--steps", str(steps)]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--out", str(folder)], cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800
-    )
-    if done.returncode:
-        raise RuntimeError(
-            f"max_staleness={limit} exited with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}"
-        )
+    args = ("--only", limit, "--steps", steps, "--out", folder)
+    run_module("benchmarks.async_demo", *args, timeout=1800, env={"OMP_NUM_THREADS": "1"})
     found: dict[str, Any] = json.loads((folder / f"{limit}.json").read_text())
     return found
 

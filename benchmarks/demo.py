@@ -1,17 +1,14 @@
 """The demo's training: held-out pass@1 before and after, and the seconds that training took."""
 
-import os
 import re
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
 from benchmarks import Result
+from benchmarks._subprocess import run_module
 
 needs = "vllm"
 
-ROOT = Path(__file__).resolve().parent.parent
 PATTERNS = {
     "before": r"^held-out pass@1 before training: ([\d.]+)",
     "after": r"^held-out pass@1: ([\d.]+)\s*\Z",
@@ -20,19 +17,8 @@ PATTERNS = {
 
 
 def run_demo() -> str:
-    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)}
     with tempfile.TemporaryDirectory() as folder:  # an earlier run's output must not count as this one's
-        done = subprocess.run(
-            [sys.executable, "-m", "examples.tiny.run"],
-            cwd=folder,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=900,
-        )
-    if done.returncode:
-        raise RuntimeError(f"examples.tiny.run exited with {done.returncode}:\n{(done.stdout + done.stderr)[-4000:]}")
-    return done.stdout
+        return run_module("examples.tiny.run", timeout=900, cwd=Path(folder))
 
 
 def parse(output: str) -> dict[str, float]:

@@ -3,15 +3,14 @@
 import itertools
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from benchmarks import Result
+from benchmarks._subprocess import run_module
 
-ROOT = Path(__file__).resolve().parent.parent
 BAR = 1e-5
 GROUPS, MEMBERS, LONGEST = 4, 4, 24
 AGGREGATIONS = ("token", "sequence", "constant")
@@ -147,14 +146,11 @@ def judge(errors: dict[int, dict[str, dict[str, float]]]) -> Result:
 def main() -> Result:
     errors = {}
     # Otherwise gloo binds to whatever the host's name resolves to, which in a container may be nothing.
-    env = ({"GLOO_SOCKET_IFNAME": "lo"} if sys.platform == "linux" else {}) | os.environ
+    env = {"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")} if sys.platform == "linux" else {}
     with tempfile.TemporaryDirectory() as folder:
         for ranks in (1, 2):
             out = Path(folder) / f"{ranks}.json"
-            command = [sys.executable, "-m", "benchmarks.gradient_cuts", str(ranks), str(out)]
-            done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
-            if done.returncode:
-                raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-4000:]}")
+            run_module("benchmarks.gradient_cuts", ranks, out, timeout=300, env=env)
             errors[ranks] = json.loads(out.read_text())
     return judge(errors)
 

@@ -38,8 +38,6 @@ def judge(seconds: dict[str, float], error: float, real: int, rows: int, padded:
 
 
 def main() -> Result:
-    import torch
-
     from lightrl.packing import pack
     from lightrl.policy import PolicyForward
 
@@ -47,12 +45,7 @@ def main() -> Result:
     # Dealt, so that memory stays small; each part is padded to its own longest, which favours the padded side a little.
     micros = [pack(rollouts[i::MICRO_BATCHES], temperature=1.0) for i in range(MICRO_BATCHES)]
     ways = {"padded": (PolicyForward(packed=False), micros), "packed": (PolicyForward(packed=True), micros)}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        seconds, found = measure(make_model(hidden=256), ways, ROUNDS)
-    finally:
-        torch.set_num_threads(threads)
+    seconds, found = measure(make_model(hidden=256), ways, ROUNDS)
     error = float((found["packed"] - found["padded"]).norm() / found["padded"].norm())
     lengths = [len(r.token_ids) for r in rollouts]
     rows = sum(len(m.lengths) * max(m.lengths) for m in micros)

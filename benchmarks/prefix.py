@@ -43,19 +43,24 @@ def one_group() -> list[Any]:
 def measure(
     model: Any, ways: dict[str, tuple[Any, list[Any]]], rounds: int = ROUNDS
 ) -> tuple[dict[str, float], dict[str, Any]]:
-    """CPU seconds of forward and backward, best of rounds, and gradient of each (forward, micro-batches) in turn."""
+    """Best CPU seconds, on one thread, of forward and backward of each (forward, micro-batches), and its gradient."""
     import torch
 
     seconds, gradients = dict.fromkeys(ways, float("inf")), {}
-    for _ in range(rounds):
-        for name, (forward, micros) in ways.items():
-            model.zero_grad()
-            started = time.process_time()
-            for micro in micros:
-                logprobs = forward(model, micro)[0]
-                logprobs.backward(torch.linspace(-1, 1, len(logprobs)))
-            seconds[name] = min(seconds[name], time.process_time() - started)
-            gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for _ in range(rounds):
+            for name, (forward, micros) in ways.items():
+                model.zero_grad()
+                started = time.process_time()
+                for micro in micros:
+                    logprobs = forward(model, micro)[0]
+                    logprobs.backward(torch.linspace(-1, 1, len(logprobs)))
+                seconds[name] = min(seconds[name], time.process_time() - started)
+                gradients[name] = torch.cat([p.grad.flatten() for p in model.parameters()])
+    finally:
+        torch.set_num_threads(threads)
     return seconds, gradients
 
 
@@ -74,8 +79,6 @@ def judge(seconds: dict[str, float], error: float, tokens: int) -> Result:
 
 
 def main() -> Result:
-    import torch
-
     from lightrl.packing import pack
     from lightrl.policy import PolicyForward
 
@@ -83,11 +86,6 @@ def main() -> Result:
     forward = PolicyForward(packed=True)
     shared = pack(rollouts, temperature=1.0, share_prefix=True)
     ways = {"not shared": (forward, [pack(rollouts, temperature=1.0)]), "shared": (forward, [shared])}
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        seconds, found = measure(make_model(), ways)
-    finally:
-        torch.set_num_threads(threads)
+    seconds, found = measure(make_model(), ways)
     error = float((found["shared"] - found["not shared"]).norm() / found["not shared"].norm())
     return judge(seconds, error, shared.num_tokens)

@@ -13,22 +13,9 @@ from lightrl import RLModule
 from lightrl.attention import takes_packed_rows
 from lightrl.packing import pack
 from lightrl.policy import PolicyForward, without_dropout
-from tests.helpers.tiny import VOCAB, by_hand, random_rollouts, tiny_model
+from tests.helpers.tiny import SMALL, by_hand, random_rollouts, tiny_model
 from tests.helpers.training import quiet_trainer, tiny_data
 
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 MOSHI = {"ffn_dim": 48, "sliding_window": 64}
 # What is wrong with each: layers drop `layout`, or add a mask of their own.
 FAMILIES: dict[str, dict[str, Any]] = {"Nemotron": SMALL, "Moshi": SMALL | MOSHI, "Doge": SMALL}

@@ -13,21 +13,8 @@ from lightrl.balance import Packer
 from lightrl.packing import MicroBatch, idle_rollout, pack
 from lightrl.policy import PolicyForward, decoder_layers, load_config, load_policy, load_tokenizer, without_dropout
 from lightrl.types import Prompt, Rollout, RolloutBatch, RolloutGroup
-from tests.helpers.tiny import VOCAB, by_hand, random_rollouts, save_tiny, tiny_model
+from tests.helpers.tiny import SMALL, VOCAB, by_hand, random_rollouts, save_tiny, tiny_model
 
-SMALL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 OPT = {"word_embed_proj_dim": 32, "ffn_dim": 48, "dropout": 0.5, "attention_dropout": 0.5, "layerdrop": 0.5}
 # Name, configuration, whether it runs packed, whether its head's output is its logits.

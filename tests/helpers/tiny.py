@@ -10,6 +10,20 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from lightrl.types import Rollout
 
 VOCAB = 32
+SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+"""Configuration of a model of any family, smaller still."""
 
 
 def tiny_model(seed: int = 0, *, tied: bool = True, layers: int = 2) -> Qwen3ForCausalLM:
