@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, cast
@@ -262,16 +262,6 @@ def packed_rows(model: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         model.config._attn_implementation = before
-
-
-def as_in_forward(model: PreTrainedModel) -> Callable[[], tuple[AbstractContextManager[None], ...]]:
-    """Return the ``context_fn`` with which torch's checkpointing recomputes a layer with the attention that it had."""
-
-    def contexts() -> tuple[AbstractContextManager[None], ...]:
-        packed = model.config._attn_implementation == NAME
-        return nullcontext(), packed_rows(model) if packed else nullcontext()
-
-    return contexts
 
 
 def takes_packed_rows(model: PreTrainedModel) -> bool:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lightrl.attention import as_in_forward, packed_rows, takes_packed_rows
+from lightrl.attention import packed_rows, takes_packed_rows
 from lightrl.balance import Packer
 from lightrl.logprobs import chunked_token_logprobs, entropy, token_logprobs
 from lightrl.packing_check import packs_right
@@ -113,8 +113,7 @@ def train_only(policy: PreTrainedModel, patterns: list[str]) -> None:
 def recompute_activations(policy: PreTrainedModel) -> None:
     """Have each decoder layer keep its input alone, and run once more in the backward pass."""
     policy.train()  # transformers recomputes in training mode only
-    how = {"use_reentrant": False, "context_fn": as_in_forward(policy)}
-    policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs=how)
+    policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
 def compile_layers(policy: nn.Module) -> None:
