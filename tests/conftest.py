@@ -91,6 +91,18 @@ def wait_for_end(threads: set[threading.Thread], children: set[psutil.Process]) 
     return stayed
 
 
+def grad_modes() -> list[str]:
+    """Modes of autograd that would make every later test train on nothing; switched back for those."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return []
+    left = ["inference mode"] if torch.is_inference_mode_enabled() else []
+    if not torch.is_grad_enabled() and not left:
+        left.append("gradients off")
+        torch.set_grad_enabled(True)
+    return left
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     environment, threads, children = distributed_environment(), live_threads(), live_children()
@@ -98,6 +110,6 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     if process_group_is_up() and not group_was_up:
         destroy_process_group()
-    left = restore_environment(environment) + wait_for_end(threads, children)
+    left = restore_environment(environment) + wait_for_end(threads, children) + grad_modes()
     if left:
         pytest.fail("the test left behind: " + ", ".join(left), pytrace=False)

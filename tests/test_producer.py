@@ -205,3 +205,34 @@ def test_queue_soak_sees_what_is_lost_repeated_or_mixed_up(monkeypatch: pytest.M
     assert "a prompt was lost or trained on twice" in queue_soak.faults(seen, state)
     seen.most["rows"] = 31
     assert "31 rows, more than 30" in queue_soak.faults(seen, state)
+
+
+def slow(numbers: set[int]) -> Any:
+    """Groups of these numbers never end."""
+
+    async def sample(request: Any) -> None:
+        if number_of(request) in numbers:
+            await asyncio.Event().wait()
+
+    return sample
+
+
+def test_the_state_can_be_had_after_the_end() -> None:
+    """Lightning users save a checkpoint after ``fit``."""
+    pool = FakePool(slow({2, 3}))
+    with producing(pool, work(num_prompts=20), max_staleness=1) as producer:
+        producer.next_batch()
+        before = producer.state_dict()
+    assert producer.state_dict() == before
+    assert [number for number, _ in before["rows"]] == [2, 3]
+
+
+def test_a_group_that_was_let_go_twice_is_not_sampled_on() -> None:
+    pool = FakePool(slow({2}))
+    with producing(pool, work(num_prompts=20), max_staleness=1, oversample=1.5) as producer:
+        for step in range(4):
+            producer.next_batch()
+            pool.update(step + 1)
+            time.sleep(0.1)
+        assert pool.pending == 2  # both requests of the slow group's last try: the earlier ones were stopped
+    assert pool.pending == 0
