@@ -197,7 +197,8 @@ class RolloutStream:
         strategy, tokenizer, rewards = self._trainer.strategy, self.data.tokenizer, self.data.rewards
         if self.data.episodes is None:
             return RolloutSource(strategy, tokenizer, rewards)
-        return EpisodeSource(strategy, tokenizer, rewards, self.data.episodes, self.data.chat_arguments)
+        patience = self.data.prompts_per_step * self.data.group_size
+        return EpisodeSource(strategy, tokenizer, rewards, self.data.episodes, self.data.chat_arguments, patience)
 
     @property
     def _trainer(self) -> Any:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 
 import zmq.asyncio
 from torch import Tensor
@@ -25,6 +26,13 @@ log = logging.getLogger(__name__)
 
 class EngineDiedError(RuntimeError):
     """An engine was lost more often than it may be restarted."""
+
+
+@dataclass(slots=True)
+class Home:
+    """The engine that the requests of a group go to, which remembers the tokens that they begin with."""
+
+    client: EngineClient | None = None
 
 
 class _Engine:
@@ -107,11 +115,15 @@ class EnginePool(LoopThread):
         versions = [e.version for e in self._engines if e.serving]
         return min(versions) if versions else self._latest.push.version if self._latest else -1
 
-    async def generate(self, requests: list[Request]) -> list[Output]:
-        """Sample the members of a group on one engine, which shares their prefix; again elsewhere if it is lost."""
+    async def generate(self, requests: list[Request], home: Home | None = None) -> list[Output]:
+        """Sample the members of a group on one engine, ``home`` if it serves; again elsewhere if it is lost."""
         found: dict[str, Output] = {}
+        home = home or Home()
         while missing := [r for r in requests if r.id not in found]:
-            client = await self._least_loaded()
+            if not any(e.serving and e.client is home.client for e in self._engines):
+                home.client = await self._least_loaded()
+            client = home.client
+            assert client is not None
             futures = client.generate(missing)
             try:
                 results = await asyncio.gather(*futures, return_exceptions=True)

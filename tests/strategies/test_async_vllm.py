@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightrl import RLModule
@@ -22,9 +21,9 @@ from lightrl.corrections import TruncatedToken
 from lightrl.engines import secure
 from lightrl.pools.pool import EngineDiedError
 from lightrl.strategies import AsyncVLLMStrategy, ColocatedVLLMStrategy
+from tests.helpers.ahead import AtStep, Record, processes_of
 from tests.helpers.fits import BAR, quiet_trainer, tiny_data, whole_weights
-from tests.helpers.fits import plain_copy as copy_of
-from tests.helpers.tiny import by_hand, tiny_model, tiny_prompts
+from tests.helpers.tiny import tiny_model, tiny_prompts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -32,70 +31,11 @@ DETECTED, ENDED = 5.0, 10.0
 """Seconds in which a lost engine is noticed, and in which engines end after their trainer."""
 
 
-class Record(Callback):
-    """What each step trained on and when, and the policy of every push."""
-
-    def __init__(self, step_seconds: float = 0.0) -> None:
-        self.step_seconds = step_seconds
-        self.rollouts: list[list[Any]] = []
-        self.ages: list[int] = []
-        self.losses: list[float] = []
-        self.policies: dict[int, Any] = {}
-        self.validated = 0
-
-    def on_weights_synced(self, trainer: Any, module: Any, policy_version: int, seconds: float) -> None:
-        self.policies[policy_version] = copy_of(module)
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.rollouts.append(batch.rollouts)
-        self.ages += [trainer.global_step - int(r.policy_versions.min()) for r in batch.rollouts]
-        time.sleep(self.step_seconds)
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.losses.append(float(trainer.callback_metrics["train/loss"]))
-
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
-        self.validated += len(batch)
-        assert batch.policy_version == trainer.global_step
-
-    @property
-    def prompts(self) -> Counter[tuple[int, ...]]:
-        """How many groups of each prompt were trained on."""
-        groups = {(step, tuple(r.prompt_ids), r.group_id) for step, rs in enumerate(self.rollouts) for r in rs}
-        return Counter(prompt for _, prompt, _ in groups)
-
-    def gaps(self, policies: dict[int, Any] | None = None) -> list[float]:
-        """Largest |difference| of each rollout's logprobs to those of the policies that its tokens say they are of."""
-        found = []
-        for r in (r for rs in self.rollouts for r in rs):
-            for version in r.policy_versions.unique().tolist():
-                right = by_hand((policies or self.policies)[version], r.prompt_ids, r.completion_ids)
-                of_version = r.policy_versions == version
-                found.append(float((right - r.rollout_logprobs)[of_version].abs().max()))
-        return found
-
-
 def fit(strategy: Any, callbacks: Any, *, data: Any = None, lr: float = 0.02, **args: Any) -> tuple[RLModule, Any]:
     module = RLModule(tiny_model(), lr=lr, correction=TruncatedToken())
     trainer = quiet_trainer(strategy, callbacks=callbacks, **args)
     trainer.fit(module, data or tiny_data(tiny_prompts(16)))
     return module, trainer
-
-
-def processes_of(strategy: AsyncVLLMStrategy) -> dict[int, Any]:
-    assert strategy._pool is not None
-    return strategy._pool.launcher.processes  # type: ignore[attr-defined]
-
-
-class AtStep(Callback):
-    """Does something at the start of one training step."""
-
-    def __init__(self, step: int, act: Any) -> None:
-        self.step, self.act = step, act
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self.step:
-            self.act(trainer)
 
 
 # -- synchronous ------------------------------------------------------------------------------------------------------
