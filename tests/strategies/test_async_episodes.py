@@ -52,7 +52,7 @@ def test_staleness_0_with_seeds_plays_the_colocated_episodes() -> None:
         assert [r.token_ids.tolist() for r in ours] == [r.token_ids.tolist() for r in theirs]
         assert [r.reward for r in ours] == [r.reward for r in theirs]
     assert ahead.losses == pytest.approx(colocated.losses, abs=1e-5)
-    assert max(r.turns for rs in ahead.rollouts for r in rs) == 2
+    assert max(r.turns for rs in ahead.rollouts for r in rs) > 1
     assert set(ahead.ages) == {0}
 
 
