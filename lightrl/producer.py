@@ -12,7 +12,7 @@ import torch
 
 from lightrl.engines.messages import Output, Request, float_tensor
 from lightrl.engines.session import Request as Turn
-from lightrl.pools.pool import Home
+from lightrl.pools.member import Home
 from lightrl.prompts import CurriculumOrder
 from lightrl.queue import RolloutQueue, Ticket
 from lightrl.rng import derive_seed
