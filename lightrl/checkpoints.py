@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from lightrl.distributed import all_objects, rank, world_size
+from lightrl.processes import is_alive
 
 METADATA = "meta.pt"
 """File of a distributed checkpoint that holds all but tensors of model and optimizer; Lightning's name."""
@@ -152,18 +153,8 @@ def _forget_the_dead(folder: Path) -> None:
     for path in folder.glob(_PARTIAL.format(host=socket.gethostname(), pid="*", number="*")):
         pid = path.name.rsplit("-", 2)[1]
         with contextlib.suppress(ValueError):
-            if not _is_alive(int(pid)):
+            if not is_alive(int(pid)):
                 _remove(path)
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
-    return True
 
 
 def _remove(path: Path) -> None:

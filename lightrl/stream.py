@@ -96,7 +96,8 @@ class RolloutStream:
         evened = even_out(batch.groups, lambda g: packer.load([r for r in g.rollouts if module.trains_on(r)]))
         batch = replace(batch, groups=evened)
         max_tokens = self.data.max_tokens_per_micro_batch
-        module.score(batch, max_tokens=max_tokens, reused=self.steps_per_rollout > 1)
+        with self._trainer.strategy.phase("score"):
+            module.score(batch, max_tokens=max_tokens, reused=self.steps_per_rollout > 1)
         module.advantages(batch)
         measured = measure(sampled, self._trainer.global_step)
         if module.max_sampling_rounds > 1 and not self._trainer.strategy.overlaps:

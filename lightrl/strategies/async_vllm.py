@@ -123,7 +123,8 @@ class AsyncVLLMStrategy(RolloutStrategy):
             )
         max_model_len = self.max_model_len or tokens_needed(trainer)
         self._canary = Canary(module.policy.config.get_text_config().vocab_size)
-        from_rank_zero(lambda: self._start(module, max_model_len))
+        with self.phase("setup"):
+            from_rank_zero(lambda: self._start(module, max_model_len))
 
     def _start(self, module: Any, max_model_len: int | None) -> None:
         from lightrl.engines.vllm import engine_config
@@ -195,7 +196,8 @@ class AsyncVLLMStrategy(RolloutStrategy):
         else:
             for _ in weights:  # gathering them takes all ranks
                 pass
-        from_rank_zero(lambda: self._ship(shipment, expected))
+        with self.phase("push"):
+            from_rank_zero(lambda: self._ship(shipment, expected))
         seconds = time.perf_counter() - started
         self.seconds["time/weight_sync"] = seconds
         self._weights_synced(seconds)
@@ -222,7 +224,8 @@ class AsyncVLLMStrategy(RolloutStrategy):
         self.sync_weights()
         everyone = all_objects((prompts, sampling.prompt_seeds))
         started = time.perf_counter()
-        found: list[list[list[Completion]]] = from_rank_zero(lambda: self._generate(everyone, sampling))
+        with self.phase("generate"):
+            found: list[list[list[Completion]]] = from_rank_zero(lambda: self._generate(everyone, sampling))
         self.seconds["time/generate"] = time.perf_counter() - started
         return found[rank()]
 

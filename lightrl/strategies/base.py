@@ -18,7 +18,7 @@ from lightrl.engines.session import RoundSession, Session
 from lightrl.policy import decoder_layers
 from lightrl.quantized import quantized_parameters
 from lightrl.sharding import store_frozen
-from lightrl.strategies.saving import SavingStrategy
+from lightrl.strategies.watched import WatchedStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -29,7 +29,7 @@ PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 _SMALLEST_BF16_LR = 1e-5  # below it most updates round to nothing in bfloat16 weights
 
 
-class RolloutStrategy(SavingStrategy):
+class RolloutStrategy(WatchedStrategy):
     """Shards the policy over all ranks (FSDP2, also on one) and generates with its current weights.
 
     Args:
@@ -37,8 +37,8 @@ class RolloutStrategy(SavingStrategy):
         defer_grad_sync: reduce gradients once a step and not once a micro-batch: less communication, but each GPU holds
             a full unsharded gradient.
         reshard_after_forward: free gathered layers after their forward pass and gather them again in the backward.
-        kwargs: ``save_in_background`` of :class:`SavingStrategy`; ``process_group_backend`` and ``timeout`` of
-            Lightning's ``ModelParallelStrategy``.
+        kwargs: ``timeout`` of :class:`WatchedStrategy`, ``save_in_background`` of :class:`SavingStrategy`,
+            ``process_group_backend`` of Lightning's ``ModelParallelStrategy``.
 
     Raises:
         ValueError: ``sync_every`` is below 1, the precision is not one of 32-true, bf16-true, bf16-mixed, or bf16-true

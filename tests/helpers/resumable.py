@@ -17,12 +17,18 @@ from torch import Tensor
 from lightrl import RLModule
 from lightrl.distributed import rank
 from lightrl.packing import MicroBatch
+from lightrl.strategies import AsyncVLLMStrategy, ColocatedHFStrategy, ColocatedVLLMStrategy
 from tests.faults import Fault, Saboteur, rewarded
 from tests.helpers.fits import quiet_trainer, share_of_even_words, tiny_data
 from tests.helpers.tiny import tiny_model, tiny_prompts
 from tests.helpers.training import whole
 
 STEPS, VALIDATE_EVERY = 6, 3
+STRATEGIES = {
+    "colocated_hf": ColocatedHFStrategy,
+    "colocated_vllm": ColocatedVLLMStrategy,
+    "async_vllm": AsyncVLLMStrategy,
+}
 TIMED = ("time/", "perf/")
 
 
@@ -81,7 +87,9 @@ def read_trace(folder: Path, of_rank: int) -> tuple[dict[str, Any], list[str]]:
     return found, wrong
 
 
-def train(folder: str, fault: Fault | None, strategy: str, ranks: int, ckpt_path: str | None, **data: Any) -> None:
+def train(
+    folder: str, fault: Fault | None, strategy: str, ranks: int, ckpt_path: str | None, timeout: float = 60.0
+) -> None:
     """Train for a few steps with a checkpoint after each; the end's state goes to ``folder``/end.RANK."""
     torch.set_num_threads(1)
     seed_everything(7, verbose=False)
@@ -89,10 +97,10 @@ def train(folder: str, fault: Fault | None, strategy: str, ranks: int, ckpt_path
     module = Noisy(tiny_model(), lr=1e-3, schedule="cosine", warmup_steps=2, kl_coef=0.05)
     settings: dict[str, Any] = {"max_tokens_per_micro_batch": 20, "minibatches_per_rollout": 2}
     settings |= {"val_prompts": tiny_prompts(4), "val_batch_size": 2, "seed": None}
-    prompts = tiny_data(tiny_prompts(10), reward=rewarded(saboteur, share_of_even_words), **settings | data)
+    prompts = tiny_data(tiny_prompts(10), reward=rewarded(saboteur, share_of_even_words), **settings)
     saving = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True)
     trainer = quiet_trainer(
-        strategy,
+        STRATEGIES[strategy](timeout=timeout),
         devices=ranks,
         max_steps=STEPS,
         callbacks=[Samples(trace), saving, saboteur],
