@@ -135,6 +135,14 @@ def _padded_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, s
     return torch.cat(outputs).index_select(0, inverse)
 
 
+@cache
+def _wants_to_be_told() -> bool:
+    """Whether torch's kernel takes fewer key heads only where it is told; older ones took them anyway."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
 def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float, window: int) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -143,9 +151,7 @@ def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, s
         k, v = k.index_select(0, index), v.index_select(0, index)
     # The kernel lines up the last query with the last key, window included (flash attention since 2.1).
     left = window - 1 if window > 0 else -1
-    # Older torch takes fewer key heads without being told.
-    told = "enable_gqa" in inspect.signature(varlen_attn).parameters and q.shape[1] != k.shape[1]
-    gqa: dict[str, Any] = {"enable_gqa": True} if told else {}
+    gqa: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] and _wants_to_be_told() else {}
     out: Any = varlen_attn(
         q,
         k,

@@ -28,6 +28,16 @@ def full_tensor(tensor: Tensor) -> Tensor:
     return whole
 
 
+def whole_in_place(tensor: Tensor) -> Tensor | None:
+    """Return the memory of a tensor that this rank holds all of, where it is used; None: it has to be gathered."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    mesh = tensor.device_mesh
+    if mesh.size() > 1 or tensor.device.type != mesh.device_type:
+        return None
+    return tensor._local_tensor.detach()  # to_local() would take most of the time of a push
+
+
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of a perhaps sharded tensor: the same memory, so that it can be written to."""
     tensor = tensor.detach()

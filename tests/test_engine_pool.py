@@ -14,6 +14,7 @@ from lightrl.engines.staging import Shipment
 from lightrl.pools import pool as pools
 from lightrl.pools.client import EngineLostError
 from lightrl.pools.pool import EnginePool
+from lightrl.weights.source import HeldWeights
 
 
 class Client:
@@ -70,7 +71,7 @@ class Launcher:
 
 
 def weights(value: float, version: int) -> Shipment:
-    return Shipment(iter([("w", torch.full((2,), value))]), version, recompute_kv=True)
+    return Shipment(HeldWeights([("w", torch.full((2,), value))]), version, recompute_kv=True)
 
 
 @pytest.fixture

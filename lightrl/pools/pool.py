@@ -72,6 +72,7 @@ class EnginePool(LoopThread):
         self._supervisors: list[asyncio.Task[None]] = []
         self._latest: Shipment | None = None
         self._pushes = 0
+        self._held: list[asyncio.Lock] = []
 
     # -- from the trainer's thread ------------------------------------------------------------------------------------
 
@@ -83,6 +84,13 @@ class EnginePool(LoopThread):
         """
         self.begin()
         self.call(self._start(), timeout=self.start_timeout * (1 + self.max_restarts) + 10, what="the engines' start")
+
+    def hold(self) -> None:
+        """Wait until no engine reads the last shipment, and let none begin to: its memory may be written to.
+
+        The next push ends this.
+        """
+        self.call(self._hold(), timeout=self.push_timeout, what="an engine that reads weights")
 
     def push(self, shipment: Shipment) -> None:
         """Give weights to every engine, one after the other; return when all that serve hold them."""
@@ -137,12 +145,19 @@ class EnginePool(LoopThread):
             await asyncio.sleep(0)  # or the supervisor would never get to see it
         return scores
 
+    async def _hold(self) -> None:
+        for engine in self._engines:
+            await engine.shipping.acquire()
+            self._held.append(engine.shipping)
+
     async def ship(self, shipment: Shipment) -> None:
         """Give weights to every engine that stands, one after the other, so that the others generate meanwhile."""
         self._latest = shipment
         self._pushes += 1  # not the version: weights may change between two optimizer steps
         number = self._pushes
         self.pauses = []
+        while self._held:
+            self._held.pop().release()
         for engine in self._engines:
             if engine.serving and engine.pushed < number:
                 await self._update(engine)

@@ -15,7 +15,8 @@ from typing_extensions import override
 from lightrl.distributed import all_objects, from_rank_zero, rank
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.messages import EngineSpec
-from lightrl.engines.staging import Shipment
+from lightrl.engines.shared import SharedBuffer
+from lightrl.engines.staging import Shipment, metas_of, num_bytes
 from lightrl.pools.launchers import FixedLauncher, Launcher, LocalLauncher
 from lightrl.pools.pool import EnginePool
 from lightrl.producer import RolloutProducer, Work, completion, request, restore
@@ -24,7 +25,7 @@ from lightrl.rng import derive_seed
 from lightrl.strategies.base import RolloutStrategy
 from lightrl.strategies.colocated import tokens_needed
 from lightrl.weights.canary import Canary
-from lightrl.weights.source import iter_weights
+from lightrl.weights.source import PolicyWeights
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -51,6 +52,9 @@ class AsyncVLLMStrategy(RolloutStrategy):
         engine_args: further arguments of ``vllm.LLM``.
         recompute_kv: after a push, compute the attention states of running requests again under the new weights;
             False goes on with the old ones, which is faster and a little further from the policy.
+        transport: how weights get to the engines: ``"cuda_ipc"`` (they read the memory of rank 0's GPU, over NVLink
+            from another; on one host), or ``"wire"`` (through host memory and the engines' sockets; anywhere). None:
+            ``"cuda_ipc"`` for engines on GPUs that this run starts on this host.
         max_in_flight: prompts that may be in work at once; None: as many as ``max_staleness`` allows.
         oversample: begin this many times the prompts of a step and take the first to end. What is left is sampled again
             for a later step. Biased: prompts with short completions are trained on more often and earlier.
@@ -77,6 +81,7 @@ class AsyncVLLMStrategy(RolloutStrategy):
         max_model_len: int | None = None,
         engine_args: dict[str, Any] | None = None,
         recompute_kv: bool = True,
+        transport: Literal["cuda_ipc", "wire"] | None = None,
         max_in_flight: int | None = None,
         oversample: float = 1.0,
         max_restarts: int = 3,
@@ -99,12 +104,16 @@ class AsyncVLLMStrategy(RolloutStrategy):
                 raise ValueError(f"{name}={value} must be at least 1")
         if isinstance(pool, str) and pool not in ("local", "ray"):
             raise ValueError(f"pool={pool!r} is neither 'local', 'ray' nor a list of addresses")
+        if transport not in (None, "cuda_ipc", "wire"):
+            raise ValueError(f"transport={transport!r} is neither 'cuda_ipc' nor 'wire'")
         RolloutQueue(1, max_staleness, oversample=oversample)
         self.max_staleness, self.pool_kind, self.num_engines = max_staleness, pool, num_engines
         self.rollout_devices, self.engine_tp_size = rollout_devices, tensor_parallel_size
         self.max_model_len, self.engine_args, self.recompute_kv = max_model_len, engine_args or {}, recompute_kv
         self.max_in_flight, self.oversample, self.max_restarts = max_in_flight, oversample, max_restarts
         self.start_timeout, self.push_timeout, self.rollout_timeout = start_timeout, push_timeout, rollout_timeout
+        self.transport = transport
+        self._shared: SharedBuffer | None = None
         self._pool: EnginePool | None = None
         self._producer: RolloutProducer | None = None
         self._canary: Canary | None = None
@@ -122,6 +131,11 @@ class AsyncVLLMStrategy(RolloutStrategy):
                 "correction for that: RLModule(..., correction=TruncatedToken()) weighs them (lightrl.corrections)"
             )
         max_model_len = self.max_model_len or tokens_needed(trainer)
+        on_gpu = self.root_device.type == "cuda"
+        if self.transport is None:
+            self.transport = "cuda_ipc" if on_gpu and self.pool_kind == "local" else "wire"
+        if self.transport == "cuda_ipc" and not on_gpu:
+            raise ValueError("transport='cuda_ipc' is for trainers on a GPU: use transport='wire'")
         self._canary = Canary(module.policy.config.get_text_config().vocab_size)
         with self.phase("setup"):
             from_rank_zero(lambda: self._start(module, max_model_len))
@@ -190,9 +204,9 @@ class AsyncVLLMStrategy(RolloutStrategy):
         started, version, module = time.perf_counter(), self._trainer.global_step, self.lightning_module
         first = self._pushed_version is None
         expected = self._canary.trainer_logprobs(module) if first else []
-        weights = iter_weights(module.policy, self._engine_dtype)  # type: ignore[union-attr, arg-type]
+        weights = PolicyWeights(module.policy, self._engine_dtype)  # type: ignore[union-attr, arg-type]
         if rank() == 0:
-            shipment = Shipment(weights, version, self.recompute_kv)
+            shipment = self._pack(weights, version)
         else:
             for _ in weights:  # gathering them takes all ranks
                 pass
@@ -201,6 +215,14 @@ class AsyncVLLMStrategy(RolloutStrategy):
         seconds = time.perf_counter() - started
         self.seconds["time/weight_sync"] = seconds
         self._weights_synced(seconds)
+
+    def _pack(self, weights: PolicyWeights, version: int) -> Shipment:
+        if self.transport != "cuda_ipc":
+            return Shipment(weights, version, self.recompute_kv)
+        if self._shared is None:
+            self._shared = SharedBuffer(num_bytes(metas_of(weights)), self.root_device)
+        self._require_pool().hold()
+        return Shipment(weights, version, self.recompute_kv, self._shared)
 
     def _ship(self, shipment: Shipment, expected: list[torch.Tensor]) -> None:
         pool = self._require_pool()
@@ -290,6 +312,7 @@ class AsyncVLLMStrategy(RolloutStrategy):
     def _close(self) -> None:
         producer, self._producer = self._producer, None
         pool, self._pool = self._pool, None
+        self._shared = None
         try:
             if producer is not None:
                 producer.stop()

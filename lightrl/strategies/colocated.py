@@ -16,7 +16,7 @@ from lightrl.engines.base import Engine
 from lightrl.engines.hf import HFEngine
 from lightrl.strategies.base import RolloutStrategy
 from lightrl.weights.canary import LONGEST, Canary
-from lightrl.weights.source import iter_weights
+from lightrl.weights.source import PolicyWeights
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -168,7 +168,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
         assert self._canary is not None
         module: Any = self.lightning_module
         expected = self._canary.trainer_logprobs(module)
-        engine.load_weights(iter_weights(module.policy, self._engine_dtype))
+        engine.load_weights(PolicyWeights(module.policy, self._engine_dtype))
         self._weights_gone = False
         return expected
 

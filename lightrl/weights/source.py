@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from lightrl.lora import is_adapter, merged_weight, ready_to_merge
-from lightrl.quantized import plain_weight
-from lightrl.sharding import full_tensor, reshard
+from lightrl.quantized import is_quantized, plain_shape, plain_weight
+from lightrl.sharding import full_tensor, reshard, whole_in_place
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,6 +28,77 @@ def checkpoint_name(name: str) -> str:
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
     return name
+
+
+class Weights(Protocol):
+    """Tensors under their checkpoint names, all that an engine needs."""
+
+    def outline(self) -> list[tuple[str, Tensor]]:
+        """Return (checkpoint name, tensor of the right shape and dtype without storage), in order."""
+
+    def held(self) -> list[tuple[str, Tensor]] | None:
+        """Return (checkpoint name, full tensor) pairs that lie in memory as they are, in any dtype; None: no such."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (checkpoint name, full tensor) in the outline's order and dtype, perhaps made one by one."""
+
+
+class HeldWeights:
+    """:class:`Weights` that are there.
+
+    Args:
+        pairs: (checkpoint name, full tensor).
+    """
+
+    def __init__(self, pairs: list[tuple[str, Tensor]]) -> None:
+        self._pairs = pairs
+
+    def outline(self) -> list[tuple[str, Tensor]]:
+        """See :class:`Weights`."""
+        return [(name, torch.empty_like(tensor, device="meta")) for name, tensor in self._pairs]
+
+    def held(self) -> list[tuple[str, Tensor]]:
+        """See :class:`Weights`."""
+        return self._pairs
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._pairs)
+
+
+class PolicyWeights:
+    """:class:`Weights` of a policy, whatever its sharding.
+
+    Args:
+        model: the policy.
+        dtype: that they are wanted in.
+    """
+
+    def __init__(self, model: PreTrainedModel | nn.Module, dtype: torch.dtype) -> None:
+        self.model, self.dtype = model, dtype
+
+    def outline(self) -> list[tuple[str, Tensor]]:
+        """See :class:`Weights`."""
+        found = []
+        for name, parameter in self.model.named_parameters():
+            if not is_adapter(name):
+                shape = plain_shape(parameter)
+                found.append((checkpoint_name(name), torch.empty(shape, dtype=self.dtype, device="meta")))
+        return found
+
+    def held(self) -> list[tuple[str, Tensor]] | None:
+        """See :class:`Weights`: without adapters, and on one rank."""
+        reshard(self.model)
+        found = []
+        for name, parameter in self.model.named_parameters():
+            whole = None if is_quantized(parameter) or is_adapter(name) else whole_in_place(parameter)
+            if whole is None:
+                return None
+            found.append((checkpoint_name(name), whole))
+        return found
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """See :func:`iter_weights`."""
+        return iter_weights(self.model, self.dtype)
 
 
 @torch.no_grad()
