@@ -109,8 +109,8 @@ class CheckpointWriter:
                 _remove(partial)
             free = shutil.disk_usage(path.parent).free / 2**30 if path.parent.exists() else 0.0
             raise OSError(
-                f"the checkpoint {path} could not be written, with {free:.2f} GiB free on its disk: {error}. Checkpoints "
-                "that were there before are untouched"
+                f"the checkpoint {path} could not be written, with {free:.2f} GiB free on its disk: {error}. "
+                "Checkpoints that were there before are untouched"
             ) from error
 
 

@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 def keep_due_validation(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None:
     """Have a run that is resumed from ``checkpoint`` validate first, if validation is due after the step just done.
 
-    ``ModelCheckpoint(every_n_train_steps=...)`` saves between a step and the validation that follows it. Lightning would
-    take that for done; the checkpoint of a run that stopped in the middle of its validation it reads right.
+    ``ModelCheckpoint(every_n_train_steps=...)`` saves between a step and the validation that follows it. Lightning
+    would take that for done; the checkpoint of a run that stopped in the middle of its validation it reads right.
     """
     loop: Any = trainer.fit_loop.epoch_loop
     progress = loop.batch_progress.total
@@ -24,5 +24,5 @@ def keep_due_validation(trainer: pl.Trainer, checkpoint: dict[str, Any]) -> None
     for counts in ("total", "current"):
         state["epoch_loop.batch_progress"][counts]["completed"] += 1
     validation = state["epoch_loop.val_loop.batch_progress"]
-    validation["total"] |= {name: validation["total"]["completed"] + 1 for name in ("ready", "started")}
+    validation["total"] |= dict.fromkeys(("ready", "started"), validation["total"]["completed"] + 1)
     validation["current"] |= {"ready": 1, "started": 1, "processed": 0, "completed": 0}

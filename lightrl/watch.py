@@ -29,6 +29,7 @@ SILENCE = 60.0
 """Seconds without a heartbeat after which a rank counts as gone."""
 _POLL, _STORE_SECONDS, _END_SECONDS, _UNWIND_SECONDS = 0.5, 10.0, 5.0, 8.0
 _SETTLE_SECONDS = 3.0
+_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
 _STACK_LINES, _TOLD = 16, 6000
 
 
@@ -182,7 +183,9 @@ class Watch:
         beats = {r: b for r in range(self.ranks) if (b := self._beat(r))}
         slowest = min(beats, key=lambda r: (beats[r]["number"], beats[r]["waits"], r != self.rank))
         table = [f"  rank {r}: {b['phase']!r} for {b['seconds']:.0f} s, step {b['step']}" for r, b in beats.items()]
-        told = late if slowest == self.rank else f"in phase {beats[slowest]['phase']!r} while rank {self.rank} is {late}"
+        told = (
+            late if slowest == self.rank else f"in phase {beats[slowest]['phase']!r} while rank {self.rank} is {late}"
+        )
         return Failure(slowest, "late", "\n".join([f"hangs: it is {told}", *table]))
 
     def _report(self, failure: Failure) -> Failure:
@@ -236,7 +239,7 @@ class Watch:
         """Whether the main thread is in a collective, and so most likely waits for another rank."""
         frame = sys._current_frames().get(self.phases.thread)
         while frame is not None:
-            if "/torch/distributed/" in frame.f_code.co_filename:
+            if frame.f_code.co_filename.endswith(_COLLECTIVES):
                 return True
             frame = frame.f_back
         return False
@@ -250,7 +253,9 @@ class Watch:
 def _make_store(address: str) -> dist.Store:
     """Return a store that rank 0's process keeps, apart from the one that collectives are set up through."""
     patience = timedelta(seconds=_STORE_SECONDS)
-    server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=patience) if rank() == 0 else None
+    server = (
+        dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=patience) if rank() == 0 else None
+    )
     port = all_objects(server.port if server is not None else None)[0]
     return server or dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
 

@@ -17,8 +17,6 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
-from lightrl.distributed import rank
-
 KINDS = ("kill", "raise", "hang")
 PLACES = {
     "generate": ("before", "during", "after"),
@@ -29,10 +27,9 @@ PLACES = {
     "validation": ("before", "during", "after"),
     "save": ("before", "during", "after"),
 }
-SECOND = 2
 
 
-class Boom(RuntimeError):
+class BoomError(RuntimeError):
     """What a fault of kind ``raise`` raises."""
 
 
@@ -58,12 +55,14 @@ class Fault:
         return f"{self.kind} {self.moment} {self.phase}{which}"
 
 
-def places(micro_batches: int) -> list[tuple[str, str, int]]:
-    """Every (phase, moment, micro-batch) of a step that is cut into so many micro-batches."""
+def faults_of(kind: str, micro_batches: int, step: int, rank: int) -> list[Fault]:
+    """A fault for every place of step ``step``, which is cut into so many micro-batches."""
     found = []
     for phase, moments in PLACES.items():
         parts = range(micro_batches) if phase == "micro_batch" else (0,)
-        found += [(phase, moment, part) for part in parts for moment in moments]
+        for part, moment in itertools.product(parts, moments):
+            at = step - 1 if phase == "optimizer" and moment != "after" else step  # not counted until it is done
+            found.append(Fault(kind, phase, moment, at, rank, part))
     return found
 
 
@@ -200,7 +199,7 @@ def strike(kind: str) -> None:
     if kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "raise":
-        raise Boom("boom")
+        raise BoomError("boom")
     while True:
         time.sleep(3600)
 
@@ -213,6 +212,3 @@ def rewarded(saboteur: Saboteur, reward: Callable[..., float]) -> Callable[..., 
         return reward(completion, ground_truth)
 
     return struck
-
-
-__all__ = ["Boom", "Fault", "Saboteur", "places", "rank", "rewarded", "strike"]
