@@ -11,6 +11,7 @@ from torch import Tensor
 
 CHUNK_SIZE = 2**28
 """Logits held at once: 512 MiB in bfloat16."""
+_ALIGNED = 128
 
 
 @cache
@@ -134,5 +135,6 @@ def _scores(logits: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
 
 
 def _parts(size: int, step: int) -> Iterator[slice]:
-    step = max(1, step)
+    # Rows that begin at no multiple of 16 bytes would have matrix products take kernels of a tenth of the speed.
+    step = step // _ALIGNED * _ALIGNED or max(1, step)
     return (slice(start, start + step) for start in range(0, size, step))

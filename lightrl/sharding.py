@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +13,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 def reshard(model: nn.Module) -> None:
     """Have every parameter sharded again: a forward without backward leaves the root's gathered."""
-    for module in model.modules():
+    reshard_all(model.modules())
+
+
+def reshard_all(modules: Iterable[nn.Module]) -> None:
+    """As :func:`reshard`, of modules one by one."""
+    for module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
 

@@ -16,10 +16,9 @@ from lightrl.engines import compat
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.loader import Loader
 from lightrl.engines.messages import EngineSpec, Output, Push, Request, encode, float_bytes
-from lightrl.engines.shared import SharedReader
-from lightrl.engines.staging import views
+from lightrl.engines.staging import SharedReader
 from lightrl.engines.vllm import OUTPUT, SCORE, llm_args, loader_of, prompt_logprobs, sampled
-from lightrl.weights.source import HeldWeights, Weights
+from lightrl.weights.source import Weights
 
 _SCORE_ID = "score"
 
@@ -162,8 +161,7 @@ class ContinuousEngine:
         """
         assert push.shared is not None
         if self._loader is not None:
-            weights = HeldWeights(views(self._reader.open(push.shared), push.tensors))
-            return self.load(weights, push.version, push.recompute_kv)
+            return self.load(self._reader.weights(push), push.version, push.recompute_kv)
         message = encode(push)
         return self._change(lambda: self._on_workers("lightrl_load_shared", message), push.version, push.recompute_kv)
 

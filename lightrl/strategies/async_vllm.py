@@ -114,6 +114,7 @@ class AsyncVLLMStrategy(RolloutStrategy):
         self.start_timeout, self.push_timeout, self.rollout_timeout = start_timeout, push_timeout, rollout_timeout
         self.transport = transport
         self._shared: SharedBuffer | None = None
+        self._weights: PolicyWeights | None = None
         self._pool: EnginePool | None = None
         self._producer: RolloutProducer | None = None
         self._canary: Canary | None = None
@@ -131,6 +132,7 @@ class AsyncVLLMStrategy(RolloutStrategy):
                 "correction for that: RLModule(..., correction=TruncatedToken()) weighs them (lightrl.corrections)"
             )
         max_model_len = self.max_model_len or tokens_needed(trainer)
+        self._weights = PolicyWeights(module.policy, self._engine_dtype)
         on_gpu = self.root_device.type == "cuda"
         if self.transport is None:
             self.transport = "cuda_ipc" if on_gpu and self.pool_kind == "local" else "wire"
@@ -204,7 +206,8 @@ class AsyncVLLMStrategy(RolloutStrategy):
         started, version, module = time.perf_counter(), self._trainer.global_step, self.lightning_module
         first = self._pushed_version is None
         expected = self._canary.trainer_logprobs(module) if first else []
-        weights = PolicyWeights(module.policy, self._engine_dtype)  # type: ignore[union-attr, arg-type]
+        weights = self._weights
+        assert weights is not None
         if rank() == 0:
             shipment = self._pack(weights, version)
         else:

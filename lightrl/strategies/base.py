@@ -189,8 +189,10 @@ class RolloutStrategy(WatchedStrategy):
         # Nothing here writes in place to a model's output, which is what this warns of.
         warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
         warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", module="lightning")
+        # One rank has nothing to gather, only copies to make: once a step is enough (see sync_gradients).
+        reshard = self.reshard_after_forward and self.world_size > 1
         for layer in [] if isinstance(model, nn.Linear) else decoder_layers(model):
-            fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
+            fully_shard(layer, reshard_after_forward=reshard, **options)
         # By default the root keeps what it has gathered, which is the device's memory that offloading is to save.
         fully_shard(model, reshard_after_forward=True if offload else None, **options)
         if not offload:
@@ -198,8 +200,10 @@ class RolloutStrategy(WatchedStrategy):
 
     def sync_gradients(self, last: bool) -> None:
         """Say whether the coming micro-batch is the step's last: with ``defer_grad_sync`` only that one is reduced."""
+        policy: Any = self.lightning_module.policy  # type: ignore[union-attr]
+        if self.world_size == 1:
+            policy.set_reshard_after_backward(last)
         if self.defer_grad_sync:
-            policy: Any = self.lightning_module.policy  # type: ignore[union-attr]
             policy.set_requires_gradient_sync(last)
             policy.set_is_last_backward(last)
 

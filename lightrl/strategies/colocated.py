@@ -68,6 +68,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
         self._engine: Engine | None = None
         self._weights_gone = True
         self._canary: Canary | None = None
+        self._weights: PolicyWeights | None = None
 
     @override
     def _configure_launcher(self) -> None:
@@ -98,6 +99,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
         with self.phase("setup"):
             self._engine = self._build_engine(module, self.max_model_len or tokens_needed(trainer))
         self._canary = Canary(module.policy.config.get_text_config().vocab_size)
+        self._weights = PolicyWeights(module.policy, self._engine_dtype)
         self._weights_gone = True
         if self.sleep:
             self._engine.sleep()
@@ -168,7 +170,8 @@ class ColocatedVLLMStrategy(RolloutStrategy):
         assert self._canary is not None
         module: Any = self.lightning_module
         expected = self._canary.trainer_logprobs(module)
-        engine.load_weights(PolicyWeights(module.policy, self._engine_dtype))
+        assert self._weights is not None
+        engine.load_weights(self._weights)
         self._weights_gone = False
         return expected
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from lightrl.lora import is_adapter, merged_weight, ready_to_merge
 from lightrl.quantized import is_quantized, plain_shape, plain_weight
-from lightrl.sharding import full_tensor, reshard, whole_in_place
+from lightrl.sharding import full_tensor, reshard, reshard_all, whole_in_place
+from lightrl.walk import Walk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,6 +76,9 @@ class PolicyWeights:
 
     def __init__(self, model: PreTrainedModel | nn.Module, dtype: torch.dtype) -> None:
         self.model, self.dtype = model, dtype
+        self._walk = Walk(model)
+        self._places: list[int] = []
+        self._held: list[tuple[str, Tensor]] | None = None
 
     def outline(self) -> list[tuple[str, Tensor]]:
         """See :class:`Weights`."""
@@ -86,19 +90,27 @@ class PolicyWeights:
         return found
 
     def held(self) -> list[tuple[str, Tensor]] | None:
-        """See :class:`Weights`: without adapters, and on one rank."""
-        reshard(self.model)
-        found = []
-        for name, parameter in self.model.named_parameters():
-            whole = None if is_quantized(parameter) or is_adapter(name) else whole_in_place(parameter)
-            if whole is None:
-                return None
-            found.append((checkpoint_name(name), whole))
-        return found
+        """See :class:`Weights`: without adapters, and on one rank. The same list again while nothing has moved."""
+        reshard_all(self._walk.modules())
+        parameters = self._walk.parameters()
+        places = [getattr(p, "_local_tensor", p).data_ptr() for _, p in parameters]
+        if places != self._places:
+            self._places, self._held = places, _in_place(parameters)
+        return self._held
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """See :func:`iter_weights`."""
         return iter_weights(self.model, self.dtype)
+
+
+def _in_place(parameters: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]] | None:
+    found = []
+    for name, parameter in parameters:
+        whole = None if is_quantized(parameter) or is_adapter(name) else whole_in_place(parameter)
+        if whole is None:
+            return None
+        found.append((checkpoint_name(name), whole))
+    return found
 
 
 @torch.no_grad()

@@ -244,6 +244,7 @@ def test_two_engines_started_by_hand_serve_two_runs(two_servers: Any) -> None:
 
 def endless(folder: str) -> None:
     """Train until someone ends it, telling where its engine is."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests with &
     strategy = AsyncVLLMStrategy(max_staleness=1)
 
     def tell(trainer: Any) -> None:
