@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,3 +32,20 @@ def forked_rng(seed: int) -> Iterator[None]:
         np.random.seed(seed)
         torch.manual_seed(seed)
         yield
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of the global generators of Python, NumPy and torch, as plain builtins and tensors."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go back to what :func:`random_state` returned."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])

@@ -156,7 +156,8 @@ class AsyncVLLMStrategy(RolloutStrategy):
         if self.transport == "cuda_ipc" and not on_gpu:
             raise ValueError("transport='cuda_ipc' is for trainers on a GPU: use transport='wire'")
         self._canary = Canary(module.policy.config.get_text_config().vocab_size)
-        from_rank_zero(lambda: self._start(module, max_model_len))
+        with self.phase("setup"):
+            from_rank_zero(lambda: self._start(module, max_model_len))
 
     def _start(self, module: Any, max_model_len: int | None) -> None:
         from lightrl.engines.vllm import engine_config
@@ -230,7 +231,8 @@ class AsyncVLLMStrategy(RolloutStrategy):
         else:
             for _ in weights:  # gathering them takes all ranks
                 pass
-        from_rank_zero(lambda: self._ship(shipment, expected))
+        with self.phase("push"):
+            from_rank_zero(lambda: self._ship(shipment, expected))
         seconds = time.perf_counter() - started
         self.seconds["time/weight_sync"] = seconds
         self._weights_synced(seconds)
@@ -265,7 +267,8 @@ class AsyncVLLMStrategy(RolloutStrategy):
         self.sync_weights()
         everyone = all_objects((prompts, sampling.prompt_seeds))
         started = time.perf_counter()
-        found: list[list[list[Completion]]] = from_rank_zero(lambda: self._generate(everyone, sampling))
+        with self.phase("generate"):
+            found: list[list[list[Completion]]] = from_rank_zero(lambda: self._generate(everyone, sampling))
         self.seconds["time/generate"] = time.perf_counter() - started
         return found[rank()]
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from typing_extensions import override
@@ -19,6 +18,7 @@ from lightrl.engines.session import RoundSession, Session
 from lightrl.policy import decoder_layers
 from lightrl.quantized import quantized_parameters
 from lightrl.sharding import store_frozen
+from lightrl.strategies.watched import WatchedStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -29,7 +29,7 @@ PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 _SMALLEST_BF16_LR = 1e-5  # below it most updates round to nothing in bfloat16 weights
 
 
-class RolloutStrategy(ModelParallelStrategy):
+class RolloutStrategy(WatchedStrategy):
     """Shards the policy over all ranks (FSDP2, also on one) and generates with its current weights.
 
     Args:
@@ -37,7 +37,8 @@ class RolloutStrategy(ModelParallelStrategy):
         defer_grad_sync: reduce gradients once a step and not once a micro-batch: less communication, but each GPU holds
             a full unsharded gradient. One rank always does so: it holds all of it anyway.
         reshard_after_forward: free gathered layers after their forward pass and gather them again in the backward.
-        kwargs: ``process_group_backend`` and ``timeout`` of Lightning's ``ModelParallelStrategy``.
+        kwargs: ``timeout`` of :class:`WatchedStrategy`, ``save_in_background`` of :class:`SavingStrategy`,
+            ``process_group_backend`` of Lightning's ``ModelParallelStrategy``.
 
     Raises:
         ValueError: ``sync_every`` is below 1, the precision is not one of 32-true, bf16-true, bf16-mixed, or bf16-true
@@ -209,9 +210,7 @@ class RolloutStrategy(ModelParallelStrategy):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        base_left_out = getattr(self.lightning_module, "base_left_out", lambda *_: nullcontext())
-        with base_left_out(checkpoint_path, weights_only):
-            loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        loaded = super().load_checkpoint(checkpoint_path, weights_only)
         self.mark_weights_dirty()
         return loaded
 

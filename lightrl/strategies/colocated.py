@@ -96,7 +96,8 @@ class ColocatedVLLMStrategy(RolloutStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         module: Any = self.lightning_module
-        self._engine = self._build_engine(module, self.max_model_len or tokens_needed(trainer))
+        with self.phase("setup"):
+            self._engine = self._build_engine(module, self.max_model_len or tokens_needed(trainer))
         self._canary = Canary(module.policy.config.get_text_config().vocab_size)
         self._weights = PolicyWeights(module.policy, self._engine_dtype)
         self._weights_gone = True
@@ -121,7 +122,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Completion]]:
         engine = self._engine
         assert engine is not None
-        with torch.no_grad(), self._rollout_phase(engine):
+        with torch.no_grad(), self.phase("generate"), self._rollout_phase(engine):
             return engine.generate(prompts, sampling, self.policy_version)
 
     @override
@@ -129,7 +130,12 @@ class ColocatedVLLMStrategy(RolloutStrategy):
     def session(self, sampling: Sampling) -> Iterator[Session]:
         engine = self._engine
         assert engine is not None
-        with torch.no_grad(), self._rollout_phase(engine), engine.session(sampling, self.policy_version) as session:
+        with (
+            torch.no_grad(),
+            self.phase("generate"),
+            self._rollout_phase(engine),
+            engine.session(sampling, self.policy_version) as session,
+        ):
             yield session
 
     @contextmanager
@@ -143,7 +149,8 @@ class ColocatedVLLMStrategy(RolloutStrategy):
             expected: list[Tensor] = []
             if fresh or self._weights_gone:
                 push_started = time.perf_counter()
-                expected = self._push(engine)
+                with self.phase("push"):
+                    expected = self._push(engine)
                 pushing = time.perf_counter() - push_started
             if self.sleep:
                 engine.wake_cache()
