@@ -141,7 +141,7 @@ class RolloutStream:
             sampled.groups += again.groups
             sampled.seconds = {name: sampled.seconds[name] + seconds for name, seconds in again.seconds.items()}
         if missing := self._missing(places, kept):
-            self._warn_of_few(len(missing))
+            self.warn_of_few(len(missing))
         batch.groups = [kept[p] for p in places if p in kept]
         for group_id, group in enumerate(batch.groups):
             for rollout in group.rollouts:
@@ -152,7 +152,8 @@ class RolloutStream:
         """Places on any rank without a group (a collective): every rank comes to the same end of the rounds."""
         return sorted(p for theirs in all_objects([p for p in places if p not in kept]) for p in theirs)
 
-    def _warn_of_few(self, missing: int) -> None:
+    def warn_of_few(self, missing: int) -> None:
+        """Say once that places of a step stay empty."""
         if not self._warned:
             rank_zero_warn(
                 f"after max_sampling_rounds={self.module.max_sampling_rounds} {missing} of "
@@ -197,7 +198,8 @@ class RolloutStream:
         strategy, tokenizer, rewards = self._trainer.strategy, self.data.tokenizer, self.data.rewards
         if self.data.episodes is None:
             return RolloutSource(strategy, tokenizer, rewards)
-        return EpisodeSource(strategy, tokenizer, rewards, self.data.episodes, self.data.chat_arguments)
+        patience = self.data.prompts_per_step * self.data.group_size
+        return EpisodeSource(strategy, tokenizer, rewards, self.data.episodes, self.data.chat_arguments, patience)
 
     @property
     def _trainer(self) -> Any:

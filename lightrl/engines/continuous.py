@@ -15,6 +15,7 @@ from torch import Tensor
 from lightrl.engines import compat
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.loader import Loader
+from lightrl.engines.janitor import Janitor, shared_files
 from lightrl.engines.messages import EngineSpec, Output, Push, Request, encode, float_bytes
 from lightrl.engines.staging import SharedReader
 from lightrl.engines.vllm import OUTPUT, SCORE, llm_args, loader_of, prompt_logprobs, sampled
@@ -58,6 +59,9 @@ class ContinuousEngine:
             **spec.engine_args,
         }
         self.llm: Any = vllm.LLM(**args)
+        self._janitor = Janitor() if spec.tensor_parallel_size > 1 else None
+        if self._janitor is not None:
+            self._janitor.add(shared_files())
         self._reader = SharedReader()
         self._loader: Loader | None = loader_of(self.llm, 0) if spec.tensor_parallel_size == 1 else None
 
@@ -184,6 +188,8 @@ class ContinuousEngine:
         # A file in memory: no iterator can cross to vLLM's workers, and all of them read the same one.
         shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
         with tempfile.NamedTemporaryFile(prefix="lightrl-weights-", dir=shared) as file:
+            if self._janitor is not None:
+                self._janitor.add([file.name])
             save_file({name: tensor.contiguous() for name, tensor in weights}, file.name)
             self._on_workers("lightrl_load", file.name)
 

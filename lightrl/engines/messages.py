@@ -141,6 +141,10 @@ class Score(Struct, tag=True, frozen=True):
     sequences: list[list[int]]
 
 
+class Ping(Struct, tag=True, frozen=True):
+    """Answer :class:`Pong` between two steps."""
+
+
 class Stop(Struct, tag=True, frozen=True):
     """End the process."""
 
@@ -171,14 +175,18 @@ class Scored(Struct, tag=True, frozen=True):
     logprobs: list[bytes]
 
 
+class Pong(Struct, tag=True, frozen=True):
+    """Answer to :class:`Ping`."""
+
+
 class Failed(Struct, tag=True, frozen=True):
     """The engine cannot go on, or refuses; ``reason`` is for people."""
 
     reason: str
 
 
-FromTrainer = Configure | Generate | Abort | Push | Chunk | Score | Stop
-FromEngine = Ready | Finished | Loaded | Scored | Failed
+FromTrainer = Configure | Generate | Abort | Push | Chunk | Score | Ping | Stop
+FromEngine = Ready | Finished | Loaded | Scored | Pong | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _from_trainer: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)

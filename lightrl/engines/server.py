@@ -22,7 +22,7 @@ import torch
 import zmq
 
 from lightrl.engines import messages, secure
-from lightrl.engines.messages import Abort, Chunk, Configure, Generate, Push, Score, Stop
+from lightrl.engines.messages import Abort, Chunk, Configure, Generate, Ping, Push, Score, Stop
 from lightrl.engines.staging import Staging
 
 _IDLE_MS = 200
@@ -149,6 +149,8 @@ class EngineServer:
                         self._loaded(message.version, self._engine.load_shared(message))
             case Chunk():
                 self._add(message, frames)
+            case Ping():
+                self._send(messages.Pong())
             case Stop():
                 self._stopped = True
 

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import os
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
     from lightrl.types import Completion, RolloutGroup, Sampling
 
 
+_MARGIN_SECONDS = 120
+
+
 class AsyncVLLMStrategy(RolloutStrategy):
     """Engines in processes of their own generate ahead of training, at most ``max_staleness`` steps: ``"async_vllm"``.
 
@@ -58,15 +62,19 @@ class AsyncVLLMStrategy(RolloutStrategy):
         max_in_flight: prompts that may be in work at once; None: as many as ``max_staleness`` allows.
         oversample: begin this many times the prompts of a step and take the first to end. What is left is sampled again
             for a later step. Biased: prompts with short completions are trained on more often and earlier.
-        max_restarts: how often each engine may be lost and started again; 0 ends the run at the first loss.
+        max_restarts: how often each engine may be lost and started again within an hour; 0 ends the run at the first
+            loss.
         start_timeout: seconds that an engine may take to stand.
-        push_timeout: seconds that an engine may take to load weights.
-        rollout_timeout: seconds that training waits for a batch.
+        push_timeout: seconds that an engine may take to load weights before it counts as lost.
+        answer_timeout: seconds that a serving engine may stand still before it counts as lost. (One whose process or
+            host is gone or stopped is noticed within five.)
+        rollout_timeout: seconds that training waits for a batch. Collectives (``timeout``) get more time than any wait.
         sync_every: see :class:`RolloutStrategy`.
         kwargs: see :class:`RolloutStrategy`.
 
     Raises:
-        ValueError: an argument is out of range, or ``sync_every`` leaves weights older than ``max_staleness`` allows.
+        ValueError: an argument is out of range, ``sync_every`` leaves weights older than ``max_staleness`` allows, or
+            ``timeout`` ends a collective before rank 0 may be back.
     """
 
     overlaps = True
@@ -87,10 +95,19 @@ class AsyncVLLMStrategy(RolloutStrategy):
         max_restarts: int = 3,
         start_timeout: float = 600.0,
         push_timeout: float = 300.0,
+        answer_timeout: float = 60.0,
         rollout_timeout: float = 1800.0,
         sync_every: int = 1,
         **kwargs: Any,
     ) -> None:
+        # Rank 0 waits for engines while the others wait for it in a collective: they must not give up first.
+        start, push = start_timeout * (1 + max_restarts), start_timeout + push_timeout * num_engines
+        longest = timedelta(seconds=max(start, push, rollout_timeout) + _MARGIN_SECONDS)
+        if kwargs.setdefault("timeout", longest) < longest:
+            raise ValueError(
+                f"timeout={kwargs['timeout']} of the process group is less than rank 0 may wait for engines and "
+                f"rollouts: leave it out, which gives {longest}, or lower rollout_timeout and start_timeout"
+            )
         super().__init__(sync_every=sync_every, **kwargs)
         if max_staleness < 0:
             raise ValueError(f"max_staleness={max_staleness} must be 0 or more: it counts optimizer steps")
@@ -112,7 +129,7 @@ class AsyncVLLMStrategy(RolloutStrategy):
         self.max_model_len, self.engine_args, self.recompute_kv = max_model_len, engine_args or {}, recompute_kv
         self.max_in_flight, self.oversample, self.max_restarts = max_in_flight, oversample, max_restarts
         self.start_timeout, self.push_timeout, self.rollout_timeout = start_timeout, push_timeout, rollout_timeout
-        self.transport = transport
+        self.answer_timeout, self.transport = answer_timeout, transport
         self._shared: SharedBuffer | None = None
         self._weights: PolicyWeights | None = None
         self._pool: EnginePool | None = None
@@ -161,6 +178,7 @@ class AsyncVLLMStrategy(RolloutStrategy):
             max_restarts=self.max_restarts,
             start_timeout=self.start_timeout,
             push_timeout=self.push_timeout,
+            answer_timeout=self.answer_timeout,
         )
         self._pool.start()
 

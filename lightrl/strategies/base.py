@@ -35,7 +35,7 @@ class RolloutStrategy(WatchedStrategy):
     Args:
         sync_every: optimizer steps between two pushes of the weights into the engine.
         defer_grad_sync: reduce gradients once a step and not once a micro-batch: less communication, but each GPU holds
-            a full unsharded gradient.
+            a full unsharded gradient. One rank always does so: it holds all of it anyway.
         reshard_after_forward: free gathered layers after their forward pass and gather them again in the backward.
         kwargs: ``timeout`` of :class:`WatchedStrategy`, ``save_in_background`` of :class:`SavingStrategy`,
             ``process_group_backend`` of Lightning's ``ModelParallelStrategy``.
@@ -201,9 +201,10 @@ class RolloutStrategy(WatchedStrategy):
     def sync_gradients(self, last: bool) -> None:
         """Say whether the coming micro-batch is the step's last: with ``defer_grad_sync`` only that one is reduced."""
         policy: Any = self.lightning_module.policy  # type: ignore[union-attr]
-        if self.world_size == 1:
+        alone = self.world_size == 1
+        if alone:
             policy.set_reshard_after_backward(last)
-        if self.defer_grad_sync:
+        if alone or self.defer_grad_sync:
             policy.set_requires_gradient_sync(last)
             policy.set_is_last_backward(last)
 
