@@ -6,10 +6,11 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -26,8 +27,44 @@ def derive_seed(*parts: int | str) -> int:
 @contextmanager
 def forked_rng(seed: int) -> Iterator[None]:
     """Seed Python, NumPy and torch with ``seed`` inside the block and put their state back after it."""
-    with isolate_rng():
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
+    with _state_kept():
+        _seed_all(seed)
         yield
+
+
+class OwnRandomState:
+    """Random state that goes on from block to block while the process's own stands still.
+
+    Args:
+        seed: of the first block.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._state: dict[str, Any] | None = None
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Draw from it inside the block."""
+        with _state_kept():
+            if self._state is None:
+                _seed_all(self._seed)
+            else:
+                _set_rng_states(self._state)
+            yield
+            self._state = _collect_rng_states()
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+
+
+@contextmanager
+def _state_kept() -> Iterator[None]:
+    before = _collect_rng_states()
+    try:
+        yield
+    finally:
+        _set_rng_states(before)

@@ -55,6 +55,7 @@ class ContinuousEngine:
             **spec.engine_args,
         }
         self.llm: Any = vllm.LLM(**args)
+        self._end = compat.end_with(self.llm)
 
     @property
     def busy(self) -> bool:
@@ -194,6 +195,6 @@ class ContinuousEngine:
     def close(self) -> None:
         """Release everything; may be called twice."""
         if self.llm is not None:
-            compat.shut_down(self.llm)
+            self._end()
             self.llm = None
             self._config.cleanup()

@@ -14,11 +14,11 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightrl import RLModule
+from lightrl import RLModule, swap
 from lightrl.engines import compat
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.fingerprint import Fingerprint
-from lightrl.strategies import ColocatedVLLMStrategy, colocated
+from lightrl.strategies import ColocatedVLLMStrategy
 from tests.helpers.fits import (
     BAR,
     Witness,
@@ -202,12 +202,12 @@ def test_a_stale_tied_head_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_that_computes_another_model_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = colocated.iter_weights
+    right = swap.iter_weights
 
-    def wrong_policy(model: Any, dtype: torch.dtype) -> Any:
-        return ((name, 2 * tensor if name == "model.norm.weight" else tensor) for name, tensor in right(model, dtype))
+    def wrong_policy(model: Any, *how: Any) -> Any:
+        return ((name, 2 * tensor if name == "model.norm.weight" else tensor) for name, tensor in right(model, *how))
 
-    monkeypatch.setattr(colocated, "iter_weights", wrong_policy)
+    monkeypatch.setattr(swap, "iter_weights", wrong_policy)
     with pytest.raises(WeightSyncError, match="engine and trainer disagree: mean"):
         fit(tiny_model(), max_steps=1)
 
