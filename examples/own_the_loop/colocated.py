@@ -5,14 +5,14 @@ import random
 import torch
 from vllm import SamplingParams
 
-from examples.own_the_loop.data import chat_prompts
-from examples.tiny.task import reward, write_task
+from examples.own_the_loop.data import chat_prompts, reward
+from examples.tiny.task import write_task
 from lightrl import WeightManager, clipped_policy_loss, get_logprobs, parse_vllm_outputs
 
 
 def main(steps: int = 20, out: str = "runs/own_the_loop") -> list[float]:
     task, shuffle = write_task(out), random.Random(0)
-    manager = WeightManager(task.model_dir, lr=5e-4)
+    manager = WeightManager(task.model_dir, lr=1e-3)
     data, rewards = chat_prompts(task), []
     for step in range(steps):
         prompts, truths = zip(*shuffle.sample(data, 8), strict=True)
