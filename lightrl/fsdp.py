@@ -68,8 +68,10 @@ def shard_model(
     # Nothing here writes in place to a model's output, which is what this warns of.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", module="lightning")
+    # One rank has nothing to gather, only copies to make.
+    reshard = reshard_after_forward and mesh.size() > 1
     for layer in [] if isinstance(model, nn.Linear) else decoder_layers(model):
-        fully_shard(layer, reshard_after_forward=reshard_after_forward, **options)
+        fully_shard(layer, reshard_after_forward=reshard, **options)
     # By default the root keeps what it has gathered, which is the device's memory that offloading is to save.
     fully_shard(model, reshard_after_forward=True if offload else None, **options)
     if not offload:

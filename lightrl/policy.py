@@ -231,11 +231,13 @@ class PolicyForward:
 
     def _run(self, model: PreTrainedModel, micro: MicroBatch) -> Any:
         if self._is_packed(model):
+            layout = micro.layout()
             with packed_rows(model):
                 return model(
                     input_ids=micro.input_ids[None],
                     position_ids=micro.position_ids[None],
-                    layout=micro.layout(),
+                    layout=layout,
+                    spans=layout.spans,
                     use_cache=False,
                 )
         if max(micro.prefixes) >= 0:

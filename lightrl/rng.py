@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 
 
 def derive_seed(*parts: int | str) -> int:
@@ -27,9 +26,31 @@ def derive_seed(*parts: int | str) -> int:
 @contextmanager
 def forked_rng(seed: int) -> Iterator[None]:
     """Seed Python, NumPy and torch with ``seed`` inside the block and put their state back after it."""
-    with _state_kept():
-        _seed_all(seed)
+    before = random_state()
+    try:
+        random.seed(seed)
+        np.random.seed(seed)
+        torch.manual_seed(seed)
         yield
+    finally:
+        set_random_state(before)
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of the global generators of Python, NumPy and torch, as plain builtins and tensors."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
+    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Go back to what :func:`random_state` returned."""
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(tuple(state["numpy"]))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 class OwnRandomState:
@@ -46,25 +67,8 @@ class OwnRandomState:
     @contextmanager
     def active(self) -> Iterator[None]:
         """Draw from it inside the block."""
-        with _state_kept():
-            if self._state is None:
-                _seed_all(self._seed)
-            else:
-                _set_rng_states(self._state)
+        with forked_rng(self._seed):
+            if self._state is not None:
+                set_random_state(self._state)
             yield
-            self._state = _collect_rng_states()
-
-
-def _seed_all(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
-@contextmanager
-def _state_kept() -> Iterator[None]:
-    before = _collect_rng_states()
-    try:
-        yield
-    finally:
-        _set_rng_states(before)
+            self._state = random_state()

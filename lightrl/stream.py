@@ -40,6 +40,8 @@ class RolloutStream:
         self.step = 0
         """Optimizer steps handed out of the current batch."""
         self.current: RolloutBatch | None = None
+        self.measured: dict[str, tuple[float, float]] = {}
+        """(sum, count) on this rank of each metric of the current batch: every step that it is used for logs them."""
         self._ahead = RolloutsAhead(self)
         self._warned = False
 
@@ -59,10 +61,9 @@ class RolloutStream:
 
     def next_step(self) -> StepBatch:
         """Return the next optimizer step's rollouts, sampling new ones when the current batch is used up."""
-        measured: dict[str, tuple[float, float]] = {}
         self._trainer.strategy.sync_weights()
         if self.current is None:
-            self.current, measured = self._collect()
+            self.current, self.measured = self._collect()
         batch = self.current
         trained = [r for r in batch.rollouts if self.module.trains_on(r)]
         if self.steps_per_rollout > 1:
@@ -76,7 +77,7 @@ class RolloutStream:
         if self.step == self.steps_per_rollout:
             self.current, self.step = None, 0
             self.batches += 1
-        step = self._step_batch(trained, batch, measured)
+        step = self._step_batch(trained, batch)
         if first:  # old is current: scored in other micro-batches it would differ by rounding, in bfloat16 visibly
             step.micro = [replace(m, old_logprobs=None) for m in step.micro]
         return step
@@ -95,7 +96,8 @@ class RolloutStream:
         evened = even_out(batch.groups, lambda g: packer.load([r for r in g.rollouts if module.trains_on(r)]))
         batch = replace(batch, groups=evened)
         max_tokens = self.data.max_tokens_per_micro_batch
-        module.score(batch, max_tokens=max_tokens, reused=self.steps_per_rollout > 1)
+        with self._trainer.strategy.phase("score"):
+            module.score(batch, max_tokens=max_tokens, reused=self.steps_per_rollout > 1)
         module.advantages(batch)
         measured = measure(sampled, self._trainer.global_step)
         if module.max_sampling_rounds > 1 and not self._trainer.strategy.overlaps:
@@ -139,7 +141,7 @@ class RolloutStream:
             sampled.groups += again.groups
             sampled.seconds = {name: sampled.seconds[name] + seconds for name, seconds in again.seconds.items()}
         if missing := self._missing(places, kept):
-            self._warn_of_few(len(missing))
+            self.warn_of_few(len(missing))
         batch.groups = [kept[p] for p in places if p in kept]
         for group_id, group in enumerate(batch.groups):
             for rollout in group.rollouts:
@@ -150,7 +152,8 @@ class RolloutStream:
         """Places on any rank without a group (a collective): every rank comes to the same end of the rounds."""
         return sorted(p for theirs in all_objects([p for p in places if p not in kept]) for p in theirs)
 
-    def _warn_of_few(self, missing: int) -> None:
+    def warn_of_few(self, missing: int) -> None:
+        """Say once that places of a step stay empty."""
         if not self._warned:
             rank_zero_warn(
                 f"after max_sampling_rounds={self.module.max_sampling_rounds} {missing} of "
@@ -159,9 +162,7 @@ class RolloutStream:
             )
         self._warned = True
 
-    def _step_batch(
-        self, rollouts: list[Rollout], batch: RolloutBatch, measured: dict[str, tuple[float, float]]
-    ) -> StepBatch:
+    def _step_batch(self, rollouts: list[Rollout], batch: RolloutBatch) -> StepBatch:
         counts = [live_tokens([r]) for r in rollouts]
         everywhere = all_objects((sum(counts), sum(c > 0 for c in counts)))
         tokens, sequences = (sum(column) for column in zip(*everywhere, strict=True))
@@ -169,7 +170,7 @@ class RolloutStream:
         packer = self.module.policy_forward.packer(self.module.policy)
         parts = packer.plan(rollouts, self.data.max_tokens_per_micro_batch)
         micro = [packer.pack(part, temperature=batch.temperature, denominator=denominator) for part in parts]
-        return StepBatch(micro, batch.policy_version, rollouts, measured)
+        return StepBatch(micro, batch.policy_version, rollouts, self.measured)
 
     def validation_batch(self, prompts: list[Prompt], i: int, size: int) -> RolloutBatch:
         """Return batch ``i``, of ``size`` prompts on each rank: every prompt is in one batch on one rank."""
@@ -197,7 +198,8 @@ class RolloutStream:
         strategy, tokenizer, rewards = self._trainer.strategy, self.data.tokenizer, self.data.rewards
         if self.data.episodes is None:
             return RolloutSource(strategy, tokenizer, rewards)
-        return EpisodeSource(strategy, tokenizer, rewards, self.data.episodes, self.data.chat_arguments)
+        patience = self.data.prompts_per_step * self.data.group_size
+        return EpisodeSource(strategy, tokenizer, rewards, self.data.episodes, self.data.chat_arguments, patience)
 
     @property
     def _trainer(self) -> Any:
@@ -218,6 +220,7 @@ class RolloutStream:
             "batches": self.batches,
             "step": self.step,
             "current": all_objects(rollouts_to_state(self.current)),
+            "measured": all_objects(self.measured),
             "ahead": ahead,
         }
 
@@ -246,3 +249,4 @@ class RolloutStream:
         self.seed = self.order.seed
         self.batches, self.step = state["batches"], state["step"]
         self.current = rollouts_from_state(current[rank()]) if len(current) == world_size() else None
+        self.measured = state["measured"][rank()] if len(current) == world_size() and "measured" in state else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from lightrl.engines.base import Engine
 from lightrl.weights.canary import Canary
-from lightrl.weights.source import Shapes, check_shapes, iter_weights
+from lightrl.weights.source import PolicyWeights, Shapes, check_shapes
 
 
 class Swap:
@@ -27,6 +28,7 @@ class Swap:
         sleep: give the engine's memory to the trainer at the trainer's turn.
         offload: give the optimizer's memory to the engine at the engine's turn.
         shapes: what the engine takes; None: all that the policy has.
+        phase: what a push is to happen in.
     """
 
     def __init__(
@@ -39,12 +41,14 @@ class Swap:
         sleep: bool = True,
         offload: bool = True,
         shapes: Shapes | None = None,
+        phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.engine, self._owner, self._dtype = engine, owner, dtype
         self._optimizers, self._sleep = optimizers, sleep
         self._offload = offload and owner.device.type == "cuda"
         self._canary = Canary(owner.policy.config.get_text_config().vocab_size)
-        self._shapes = shapes
+        self._shapes, self._phase = shapes, phase
+        self._weights = PolicyWeights(owner.policy, dtype, shapes)
         self._weights_gone = True
         if sleep:
             engine.sleep()
@@ -70,7 +74,8 @@ class Swap:
             expected: list[Tensor] = []
             if pushing:
                 started = time.perf_counter()
-                expected = self._push()
+                with self._phase("push"):
+                    expected = self._push()
                 seconds = time.perf_counter() - started
             if self._sleep:
                 self.engine.wake_cache()
@@ -90,7 +95,7 @@ class Swap:
 
     def _push(self) -> list[Tensor]:
         expected = self._canary.trainer_logprobs(self._owner)
-        self.engine.load_weights(iter_weights(self._owner.policy, self._dtype, self._shapes))
+        self.engine.load_weights(self._weights)
         self._weights_gone = False
         return expected
 

@@ -122,7 +122,9 @@ class Trainable:
         self._turn.require("trainer", what="a state was loaded", fix="call as_trainable() first")
         reshard(self.policy)
         mine, given = self.policy.state_dict(), state["model"]
-        wrong = [n for n in sorted({*mine, *given}) if n not in mine or n not in given or mine[n].shape != given[n].shape]
+        wrong = [
+            n for n in sorted({*mine, *given}) if n not in mine or n not in given or mine[n].shape != given[n].shape
+        ]
         if wrong:
             raise ValueError(f"the state is of another model: {', '.join(wrong[:8])} are missing or of another shape")
         self.optimizer.load_state_dict(self._sharded(state["optimizer"]))

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightrl.engines.session import RoundSession, Session
 from lightrl.fsdp import PRECISIONS, check_learning_rate, engine_dtype, shard_model
+from lightrl.strategies.watched import WatchedStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from lightrl.types import Completion, Sampling
 
 
-class RolloutStrategy(ModelParallelStrategy):
+class RolloutStrategy(WatchedStrategy):
     """Shards the policy over all ranks (FSDP2, also on one) and generates with its current weights.
 
     Args:
         sync_every: optimizer steps between two pushes of the weights into the engine.
         defer_grad_sync: reduce gradients once a step and not once a micro-batch: less communication, but each GPU holds
-            a full unsharded gradient.
+            a full unsharded gradient. One rank always does so: it holds all of it anyway.
         reshard_after_forward: free gathered layers after their forward pass and gather them again in the backward.
-        kwargs: ``process_group_backend`` and ``timeout`` of Lightning's ``ModelParallelStrategy``.
+        kwargs: ``timeout`` of :class:`WatchedStrategy`, ``save_in_background`` of :class:`SavingStrategy`,
+            ``process_group_backend`` of Lightning's ``ModelParallelStrategy``.
 
     Raises:
         ValueError: ``sync_every`` is below 1, the precision is not one of 32-true, bf16-true, bf16-mixed, or bf16-true
@@ -168,16 +169,17 @@ class RolloutStrategy(ModelParallelStrategy):
 
     def sync_gradients(self, last: bool) -> None:
         """Say whether the coming micro-batch is the step's last: with ``defer_grad_sync`` only that one is reduced."""
-        if self.defer_grad_sync:
-            policy: Any = self.lightning_module.policy  # type: ignore[union-attr]
+        policy: Any = self.lightning_module.policy  # type: ignore[union-attr]
+        alone = self.world_size == 1
+        if alone:
+            policy.set_reshard_after_backward(last)
+        if alone or self.defer_grad_sync:
             policy.set_requires_gradient_sync(last)
             policy.set_is_last_backward(last)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        base_left_out = getattr(self.lightning_module, "base_left_out", lambda *_: nullcontext())
-        with base_left_out(checkpoint_path, weights_only):
-            loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        loaded = super().load_checkpoint(checkpoint_path, weights_only)
         self.mark_weights_dirty()
         return loaded
 

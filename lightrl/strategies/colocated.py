@@ -93,7 +93,8 @@ class ColocatedVLLMStrategy(RolloutStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         module: Any = self.lightning_module
-        self._engine = self._build_engine(module, self.max_model_len or tokens_needed(trainer))
+        with self.phase("setup"):
+            self._engine = self._build_engine(module, self.max_model_len or tokens_needed(trainer))
         self._swap = Swap(
             self._engine,
             module,
@@ -101,6 +102,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
             optimizers=lambda: self.optimizers,
             sleep=self.sleep,
             offload=self.offload_optimizer,
+            phase=self.phase,
         )
 
     def _build_engine(self, module: Any, max_model_len: int | None) -> Engine:
@@ -119,7 +121,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
 
     @override
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Completion]]:
-        with torch.no_grad(), self._rollout_phase() as engine:
+        with torch.no_grad(), self.phase("generate"), self._rollout_phase() as engine:
             return engine.generate(prompts, sampling, self.policy_version)
 
     @override
@@ -127,6 +129,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
     def session(self, sampling: Sampling) -> Iterator[Session]:
         with (
             torch.no_grad(),
+            self.phase("generate"),
             self._rollout_phase() as engine,
             engine.session(sampling, self.policy_version) as session,
         ):

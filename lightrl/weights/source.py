@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from lightrl.engines.base import WeightSyncError
 from lightrl.lora import is_adapter, merged_weight, ready_to_merge
 from lightrl.policy import plain_class
-from lightrl.quantized import plain_weight
+from lightrl.quantized import is_quantized, plain_shape, plain_weight
 from lightrl.rng import forked_rng
-from lightrl.sharding import full_tensor, local_tensor, reshard
+from lightrl.sharding import full_tensor, local_tensor, reshard, reshard_all, whole_in_place
+from lightrl.walk import Walk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,6 +61,93 @@ def check_shapes(model: nn.Module, shapes: Shapes) -> None:
             )
 
 
+class Weights(Protocol):
+    """Tensors under their checkpoint names, all that an engine needs."""
+
+    def outline(self) -> list[tuple[str, Tensor]]:
+        """Return (checkpoint name, tensor of the right shape and dtype without storage), in order."""
+
+    def held(self) -> list[tuple[str, Tensor]] | None:
+        """Return (checkpoint name, full tensor) pairs that lie in memory as they are, in any dtype; None: no such."""
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (checkpoint name, full tensor) in the outline's order and dtype, perhaps made one by one."""
+
+
+class HeldWeights:
+    """:class:`Weights` that are there.
+
+    Args:
+        pairs: (checkpoint name, full tensor).
+    """
+
+    def __init__(self, pairs: list[tuple[str, Tensor]]) -> None:
+        self._pairs = pairs
+
+    def outline(self) -> list[tuple[str, Tensor]]:
+        """See :class:`Weights`."""
+        return [(name, torch.empty_like(tensor, device="meta")) for name, tensor in self._pairs]
+
+    def held(self) -> list[tuple[str, Tensor]]:
+        """See :class:`Weights`."""
+        return self._pairs
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        return iter(self._pairs)
+
+
+class PolicyWeights:
+    """:class:`Weights` of a policy, whatever its sharding.
+
+    Args:
+        model: the policy.
+        dtype: that they are wanted in.
+        shapes: leave out what is not among these; None: nothing.
+    """
+
+    def __init__(self, model: PreTrainedModel | nn.Module, dtype: torch.dtype, shapes: Shapes | None = None) -> None:
+        self.model, self.dtype, self.shapes = model, dtype, shapes
+        self._walk = Walk(model)
+        self._places: list[int] = []
+        self._held: list[tuple[str, Tensor]] | None = None
+
+    def outline(self) -> list[tuple[str, Tensor]]:
+        """See :class:`Weights`."""
+        found = []
+        for name, parameter in self.model.named_parameters():
+            if not is_adapter(name) and _is_wanted(name, self.shapes):
+                shape = plain_shape(parameter)
+                found.append((checkpoint_name(name), torch.empty(shape, dtype=self.dtype, device="meta")))
+        return found
+
+    def held(self) -> list[tuple[str, Tensor]] | None:
+        """See :class:`Weights`: without adapters, and on one rank. The same list again while nothing has moved."""
+        reshard_all(self._walk.modules())
+        parameters = [(n, p) for n, p in self._walk.parameters() if _is_wanted(n, self.shapes)]
+        places = [getattr(p, "_local_tensor", p).data_ptr() for _, p in parameters]
+        if places != self._places:
+            self._places, self._held = places, _in_place(parameters)
+        return self._held
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        """See :func:`iter_weights`."""
+        return iter_weights(self.model, self.dtype, self.shapes)
+
+
+def _is_wanted(name: str, shapes: Shapes | None) -> bool:
+    return shapes is None or checkpoint_name(name) in shapes
+
+
+def _in_place(parameters: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Tensor]] | None:
+    found = []
+    for name, parameter in parameters:
+        whole = None if is_quantized(parameter) or is_adapter(name) else whole_in_place(parameter)
+        if whole is None:
+            return None
+        found.append((checkpoint_name(name), whole))
+    return found
+
+
 @torch.no_grad()
 def iter_weights(
     model: PreTrainedModel | nn.Module, dtype: torch.dtype, shapes: Shapes | None = None
@@ -81,7 +169,7 @@ def iter_weights(
     reshard(model)
     adapted = ready_to_merge(model)
     for name, parameter in model.named_parameters():
-        if is_adapter(name) or (shapes is not None and checkpoint_name(name) not in shapes):
+        if is_adapter(name) or not _is_wanted(name, shapes):
             continue
         weight = full_tensor(plain_weight(parameter))
         path, _, leaf = name.rpartition(".")
