@@ -122,7 +122,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Completion]]:
         engine = self._engine
         assert engine is not None
-        with torch.no_grad(), self.phase("generate"), self._rollout_phase(engine):
+        with torch.no_grad(), self._rollout_phase(engine), self.phase("generate"):
             return engine.generate(prompts, sampling, self.policy_version)
 
     @override
@@ -132,8 +132,8 @@ class ColocatedVLLMStrategy(RolloutStrategy):
         assert engine is not None
         with (
             torch.no_grad(),
-            self.phase("generate"),
             self._rollout_phase(engine),
+            self.phase("generate"),
             engine.session(sampling, self.policy_version) as session,
         ):
             yield session
@@ -142,7 +142,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
     def _rollout_phase(self, engine: Engine) -> Iterator[None]:
         started = time.perf_counter()
         pushing = generating = 0.0
-        with self._optimizer_offloaded():
+        with self.phase("swap"), self._optimizer_offloaded():
             if self.sleep:
                 engine.wake_weights()
             fresh = self._is_stale()
