@@ -61,8 +61,12 @@ def store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def write_full(tensor: Tensor, whole: Tensor) -> None:
     """Write ``whole``, which every rank has, into a perhaps sharded tensor."""
-    if isinstance(tensor, DTensor):
-        whole = distribute_tensor(
-            whole.to(tensor.device_mesh.device_type), tensor.device_mesh, tensor.placements, src_data_rank=None
-        ).to_local()
-    local_tensor(tensor).copy_(whole)
+    local_tensor(tensor).copy_(local_tensor(sharded_like(tensor, whole)))
+
+
+def sharded_like(tensor: Tensor, whole: Tensor) -> Tensor:
+    """Return ``whole``, which every rank has, sharded as ``tensor`` perhaps is."""
+    if not isinstance(tensor, DTensor):
+        return whole
+    mesh = tensor.device_mesh
+    return distribute_tensor(whole.to(mesh.device_type), mesh, tensor.placements, src_data_rank=None)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lightrl import RLModule
+from lightrl.engines.hf import HFEngine
 from lightrl.ledger import memory_ledger
 from tests.helpers.tiny import tiny_model, tiny_prompts
 from tests.helpers.training import quiet_trainer, tiny_data
@@ -23,17 +24,17 @@ def test_memory_counts_once_and_on_its_device_only() -> None:
 @pytest.mark.parametrize(
     "error", [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("CUDA Error: out of memory")]
 )
-def test_out_of_memory_in_the_swap_names_it_and_prints_the_ledger(error: Exception) -> None:
+def test_out_of_memory_in_the_swap_names_it_and_prints_the_ledger(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A device without memory cannot be had here: the engine raises as one would."""
     trainer, module = quiet_trainer(max_steps=3), RLModule(tiny_model(), kl_coef=0.1)
 
-    class NoMemory(type(trainer.strategy)):  # type: ignore[misc]
-        def _push(self, engine: Any) -> Any:
-            if self.lightning_module.global_step == 1:
-                raise error
-            return super()._push(engine)
+    def no_memory(engine: HFEngine, weights: Any) -> None:
+        if module.global_step == 1:
+            raise error
 
-    trainer.strategy.__class__ = NoMemory
+    monkeypatch.setattr(HFEngine, "load_weights", no_memory)
     with pytest.raises(RuntimeError, match="out of memory") as raised:
         trainer.fit(module, tiny_data(tiny_prompts(12)))
     (note,) = raised.value.__notes__

@@ -59,6 +59,7 @@ class ContinuousEngine:
             **spec.engine_args,
         }
         self.llm: Any = vllm.LLM(**args)
+        self._end = compat.end_with(self.llm)
         self._janitor = Janitor() if spec.tensor_parallel_size > 1 else None
         if self._janitor is not None:
             self._janitor.add(shared_files())
@@ -220,6 +221,6 @@ class ContinuousEngine:
     def close(self) -> None:
         """Release everything; may be called twice."""
         if self.llm is not None:
-            compat.shut_down(self.llm)
+            self._end()
             self.llm = self._loader = None
             self._config.cleanup()
