@@ -59,9 +59,9 @@ def test_ended_members_are_kept_and_running_ones_gone_on_from() -> None:
         asked.append(request)
 
     pool, again = FakePool(note), work()
+    pool.current = 1
     row = dict(state["rows"])[0]
     with producing(pool, again, state, max_staleness=1) as producer:
-        pool.update(1)
         groups = [*producer.next_batch().groups, *producer.next_batch().groups]
     wanted = [r for r in asked if number_of(r) < 4]
     assert sorted(r.id[:3] for r in wanted) == ["0.1", "1.1", "2.1", "3.1"]
@@ -80,8 +80,8 @@ def test_what_is_too_old_for_every_batch_is_sampled_again() -> None:
         asked.append(request.id[:3])
 
     pool = FakePool(note)
+    pool.current = 3
     with producing(pool, work(), state, max_staleness=1, first_step=3) as producer:
-        pool.update(3)
         producer.next_batch()
     assert {"0.0", "0.1", "1.0", "1.1"} <= set(asked)
 

@@ -85,8 +85,9 @@ class EngineClient:
                 future.set_exception(EngineLostError(self.lost.result()))
             return futures
         self._outputs |= {r.id: f for r, f in zip(requests, futures, strict=True)}
-        for future in futures if note is not None else ():
-            future.add_done_callback(partial(_tell, note))
+        if note is not None:
+            for future in futures:
+                future.add_done_callback(partial(_tell, note))
         self._send([messages.encode(messages.Generate(requests))])
         return futures
 
