@@ -151,7 +151,7 @@ class Saboteur(Callback):
             if model is not None:
                 with model.register_forward_pre_hook(counted):
                     return generate(*args)
-            core = engine._llm.llm_engine
+            core = engine.llm.llm_engine
             step = core.step
             core.step = lambda: (counted(), step())[1]
             try:

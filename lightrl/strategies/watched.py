@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
+_LONGEST = 365 * 86400.0  # what a process group takes for no limit
+
+
 class WatchedStrategy(SavingStrategy):
     """Ends all ranks when one of them fails, hangs or is killed.
 
     Args:
-        timeout: seconds that a phase may take, or by phase, such as ``{"generate": 600, "reward": 120}``; see
-            :data:`lightrl.phases.PHASES`.
+        timeout: seconds that a phase may take (infinity: no limit), or by phase, such as ``{"generate": 600, "reward":
+            120}``; see :data:`lightrl.phases.PHASES`.
         grace_period: seconds after SIGTERM in which the step must end and be saved; then the run ends without.
         kwargs: see :class:`SavingStrategy`.
 
@@ -47,7 +50,8 @@ class WatchedStrategy(SavingStrategy):
             raise ValueError(f"grace_period={grace_period} must be above 0: it is seconds")
         self.grace_period = grace_period
         # Collectives give up last: they cannot say what went wrong.
-        super().__init__(timeout=timedelta(seconds=max(self.phases.limits.values()) + 60), **kwargs)
+        last = min(max(self.phases.limits.values()) + 60, _LONGEST)
+        super().__init__(timeout=timedelta(seconds=last), **kwargs)
         self._watch: Watch | None = None
         self._signals: Signals | None = None
 
