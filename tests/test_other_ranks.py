@@ -1,4 +1,4 @@
-"""A checkpoint of two ranks, on one."""
+"""Checkpoints of two ranks: saved in the background, and gone on from by one."""
 
 import os
 import subprocess
@@ -31,14 +31,14 @@ def main(folder: str, kind: str, place: str, ranks: str, resume: str) -> None:
 
     moment, phase = place.split() if place else ("", "")
     fault = Fault(kind, phase, moment, STEP) if place else None
-    train(folder, fault, "colocated_hf", int(ranks), resume or None)
+    train(folder, fault, "colocated_hf", int(ranks), resume or None, save_in_background=kind == "background")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_two_ranks_checkpoint_is_loaded_and_gone_on_from_by_one(tmp_path: Path) -> None:
     right, folder = tmp_path / "right", tmp_path / "run"
-    code, said = run(right, "none", "", 2)
+    code, said = run(right, "background", "", 2)
     assert code == 0, said
     assert (right / "last.ckpt").is_dir()
     loaded = Noisy.load_from_checkpoint(right / "last.ckpt", model=tiny_model())
