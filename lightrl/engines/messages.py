@@ -145,6 +145,10 @@ class Ping(Struct, tag=True, frozen=True):
     """Answer :class:`Pong` between two steps."""
 
 
+class Look(Struct, tag=True, frozen=True):
+    """Answer with :class:`Running` for each request that runs and has tokens, and then with :class:`Looked`."""
+
+
 class Stop(Struct, tag=True, frozen=True):
     """End the process."""
 
@@ -175,6 +179,16 @@ class Scored(Struct, tag=True, frozen=True):
     logprobs: list[bytes]
 
 
+class Running(Struct, tag=True, frozen=True):
+    """What has been sampled so far of a completion that has not ended."""
+
+    output: Output
+
+
+class Looked(Struct, tag=True, frozen=True):
+    """All that runs was told."""
+
+
 class Pong(Struct, tag=True, frozen=True):
     """Answer to :class:`Ping`."""
 
@@ -185,8 +199,8 @@ class Failed(Struct, tag=True, frozen=True):
     reason: str
 
 
-FromTrainer = Configure | Generate | Abort | Push | Chunk | Score | Ping | Stop
-FromEngine = Ready | Finished | Loaded | Scored | Pong | Failed
+FromTrainer = Configure | Generate | Abort | Push | Chunk | Score | Ping | Look | Stop
+FromEngine = Ready | Finished | Loaded | Scored | Running | Looked | Pong | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _from_trainer: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)

@@ -22,7 +22,7 @@ import torch
 import zmq
 
 from lightrl.engines import messages, secure
-from lightrl.engines.messages import Abort, Chunk, Configure, Generate, Ping, Push, Score, Stop
+from lightrl.engines.messages import Abort, Chunk, Configure, Generate, Look, Ping, Push, Score, Stop
 from lightrl.engines.staging import Staging
 
 _IDLE_MS = 200
@@ -142,17 +142,27 @@ class EngineServer:
                     scores = self._engine.score(message.sequences)
                 self._send(messages.Scored([messages.float_bytes(s) for s in scores]))
             case Push():
-                with _refusing("a push"):
-                    if message.shared is None:
-                        self._staging = Staging(message, self._engine.device)
-                    else:
-                        self._loaded(message.version, self._engine.load_shared(message))
+                self._begin_push(message)
             case Chunk():
                 self._add(message, frames)
+            case Look():
+                self._tell_running()
             case Ping():
                 self._send(messages.Pong())
             case Stop():
                 self._stopped = True
+
+    def _begin_push(self, push: Push) -> None:
+        with _refusing("a push"):
+            if push.shared is None:
+                self._staging = Staging(push, self._engine.device)
+            else:
+                self._loaded(push.version, self._engine.load_shared(push))
+
+    def _tell_running(self) -> None:
+        for output in self._engine.running():
+            self._send(messages.Running(output))
+        self._send(messages.Looked())
 
     def _add(self, chunk: Chunk, frames: list[Any]) -> None:
         staging, self._staging = self._staging, None  # a push with a piece that is refused is over

@@ -16,11 +16,12 @@ from lightrl.distributed import all_objects, from_rank_zero, rank
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.messages import EngineSpec
 from lightrl.engines.staging import Shipment
+from lightrl.partial import completion
 from lightrl.pools.launchers import Launcher
 from lightrl.pools.outbox import Outbox, Transport, check_transport
 from lightrl.pools.placement import make_launcher
 from lightrl.pools.pool import EnginePool
-from lightrl.producer import RolloutProducer, Work, completion, request, restore
+from lightrl.producer import RolloutProducer, Work, request
 from lightrl.queue import RolloutQueue
 from lightrl.rng import derive_seed
 from lightrl.strategies.base import RolloutStrategy
@@ -277,7 +278,7 @@ class AsyncVLLMStrategy(RolloutStrategy):
         )
         self._producer = RolloutProducer(self._require_pool(), queue, work, self.rollout_timeout)
         if state:
-            restore(queue, self._producer.rows, state)
+            self._producer.restore(state)
         self._producer.start()
         return self._producer
 
