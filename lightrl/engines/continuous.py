@@ -14,8 +14,8 @@ from torch import Tensor
 
 from lightrl.engines import compat
 from lightrl.engines.base import WeightSyncError
-from lightrl.engines.loader import Loader
 from lightrl.engines.janitor import Janitor, shared_files
+from lightrl.engines.loader import Loader
 from lightrl.engines.messages import EngineSpec, Output, Push, Request, encode, float_bytes
 from lightrl.engines.shared import SharedReader
 from lightrl.engines.staging import views
