@@ -29,11 +29,13 @@ def qwen3(device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
 
 @torch.no_grad()
 def changed(policy: torch.nn.Module, seed: int) -> None:
-    """As a step of an optimizer, though a large one, in place."""
-    generator = torch.Generator(next(policy.parameters()).device).manual_seed(seed)
-    for p in policy.parameters():
-        local = getattr(p, "_local_tensor", p)
-        local.add_(0.02 * torch.randn(local.shape, generator=generator, device=local.device, dtype=local.dtype))
+    """In place, by noise of ``seed``, from 0 up; the noise of the seed before is taken back."""
+    for factor, number in ((-0.02, seed - 1), (0.02, seed)):
+        generator = torch.Generator(next(policy.parameters()).device).manual_seed(max(number, 0))
+        for p in policy.parameters() if number >= 0 else ():
+            local = getattr(p, "_local_tensor", p)
+            noise = torch.randn(local.shape, generator=generator, device=local.device, dtype=local.dtype)
+            local.add_(noise, alpha=factor)
 
 
 IDS = [[11 + 7 * i, *range(100, 220)] for i in range(4)]
@@ -46,3 +48,13 @@ def gap(found: list[torch.Tensor], policy: Any) -> float:
         logits = policy(ids, use_cache=False).logits[:, :-1].float()
     right = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].cpu()
     return float((torch.stack(found) - right).abs().mean())
+
+
+def word_tokenizer() -> Any:
+    """One word for each token id, so that prompts of a given length can be written as text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(151936)}, unk_token="t2"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t2")

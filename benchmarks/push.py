@@ -56,7 +56,8 @@ def measure(engine: Any, policy: Any) -> tuple[dict[str, str], bool]:
         gaps.append(gap(engine.score(IDS), policy))
     parts = {
         "of that, looking the policy's tensors up": 1000 * min(seconds(weights.held) for _ in range(5)),
-        "of that, the engine's addresses": 1000 * min(seconds(lambda: addresses(engine)) for _ in range(5)),
+        "of that, the engine's": 1000 * min(seconds(engine._loader._where) for _ in range(5)),
+        "of that, forgetting cached states": 1000 * min(seconds(engine.llm.reset_prefix_cache) for _ in range(5)),
         "of that, copy and comparison": 1000 * min(seconds(engine._loader._copies.run) for _ in range(5)),
     }
     awake = [seconds(lambda: asleep_and_awake(engine, weights)) for _ in range(SLEEPS)]
@@ -78,10 +79,6 @@ def asleep_and_awake(engine: Any, weights: Any) -> None:
     engine.wake_weights()
     engine.load_weights(weights)
     engine.wake_cache()
-
-
-def addresses(engine: Any) -> list[int]:
-    return [p.data_ptr() for p in engine._loader._model.parameters()]
 
 
 def seconds(act: Any) -> float:

@@ -27,11 +27,12 @@ class RolloutsAhead:
 
     def next_batch(self) -> tuple[RolloutBatch, RolloutBatch]:
         """Return this rank's share of the next batch, and of all that was sampled for it (a collective)."""
-        produced: Produced = from_rank_zero(self._next)
         data = self._stream.data
+        strategy: Any = data.trainer.strategy  # type: ignore[union-attr]
+        with strategy.phase("generate"):
+            produced: Produced = from_rank_zero(self._next)
         if missing := data.prompts_per_step - len(produced.groups):
             self._stream.warn_of_few(missing)
-        strategy: Any = data.trainer.strategy  # type: ignore[union-attr]
         groups, refused = (g[rank() :: world_size()] for g in (produced.groups, produced.refused))
         for group_id, group in enumerate(groups):
             for rollout in group.rollouts:

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lightrl.attention import SequenceLayout
+from lightrl.layout import SequenceLayout
 from lightrl.prefix import by_group
 from lightrl.types import Rollout
 

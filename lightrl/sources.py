@@ -56,7 +56,8 @@ class RolloutSource:
         texts = self._decode([c.token_ids for group in completions for c in group])
         owners = [p for p, group in zip(prompts, completions, strict=True) for _ in group]
         assert self.rewards is not None
-        scores = self.rewards.score(texts, owners, [c.token_ids for group in completions for c in group])
+        with self.strategy.phase("reward"):
+            scores = self.rewards.score(texts, owners, [c.token_ids for group in completions for c in group])
         rest = iter(texts)
         groups = [
             RolloutGroup(prompt, [_rollout(prompt, c, next(rest), group_id) for c in group])

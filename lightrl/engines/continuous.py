@@ -17,10 +17,9 @@ from lightrl.engines.base import WeightSyncError
 from lightrl.engines.janitor import Janitor, shared_files
 from lightrl.engines.loader import Loader
 from lightrl.engines.messages import EngineSpec, Output, Push, Request, encode, float_bytes
-from lightrl.engines.shared import SharedReader
-from lightrl.engines.staging import views
+from lightrl.engines.staging import SharedReader
 from lightrl.engines.vllm import OUTPUT, SCORE, llm_args, loader_of, prompt_logprobs, sampled
-from lightrl.weights.source import HeldWeights, Weights
+from lightrl.weights.source import Weights
 
 _SCORE_ID = "score"
 
@@ -60,6 +59,7 @@ class ContinuousEngine:
             **spec.engine_args,
         }
         self.llm: Any = vllm.LLM(**args)
+        self._end = compat.end_with(self.llm)
         self._janitor = Janitor() if spec.tensor_parallel_size > 1 else None
         if self._janitor is not None:
             self._janitor.add(shared_files())
@@ -166,8 +166,7 @@ class ContinuousEngine:
         """
         assert push.shared is not None
         if self._loader is not None:
-            weights = HeldWeights(views(self._reader.open(push.shared), push.tensors))
-            return self.load(weights, push.version, push.recompute_kv)
+            return self.load(self._reader.weights(push), push.version, push.recompute_kv)
         message = encode(push)
         return self._change(lambda: self._on_workers("lightrl_load_shared", message), push.version, push.recompute_kv)
 
@@ -222,6 +221,6 @@ class ContinuousEngine:
     def close(self) -> None:
         """Release everything; may be called twice."""
         if self.llm is not None:
-            compat.shut_down(self.llm)
+            self._end()
             self.llm = self._loader = None
             self._config.cleanup()

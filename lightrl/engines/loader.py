@@ -12,14 +12,15 @@ from lightrl.engines import compat
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.fingerprint import Fingerprint
 from lightrl.engines.plan import Copies, CopyPlan
+from lightrl.walk import Walk
 from lightrl.weights.source import Weights
 
 
 class Loader:
     """Loads one module again and again.
 
-    What vLLM reloads is compared tensor by tensor each time. A plan is compared so once; later a stretch of
-    every tensor is.
+    What vLLM reloads is compared tensor by tensor each time. A plan is compared so once; later a stretch of every
+    tensor is.
 
     Args:
         model: the engine's module on this rank.
@@ -29,11 +30,12 @@ class Loader:
 
     def __init__(self, model: Any, tp_rank: int, reload: Callable[[Iterator[tuple[str, Tensor]]], object]) -> None:
         self._model, self._tp_rank, self._reload = model, tp_rank, reload
+        self._walk = Walk(model)
         self._device = next(model.parameters()).device
-        self._addresses: list[int] = []
+        self._places: list[int] = []
         self._plan: CopyPlan | None = None
+        self._copied: list[tuple[str, Tensor]] | None = None
         self._copies: Copies | None = None
-        self._copied: list[int] = []
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
@@ -42,24 +44,23 @@ class Loader:
         Raises:
             WeightSyncError: a tensor did not arrive as it was sent; it is named.
         """
-        addresses = [p.data_ptr() for p in self._model.parameters()]
-        if addresses != self._addresses:  # the first time, or the engine has moved its parameters
-            self._plan, self._addresses = CopyPlan.record(self._model, weights.outline()), addresses
-            self._copies = None
+        places = self._where()
+        if places != self._places:  # the first time, or the engine has moved its parameters
+            self._plan, self._places = CopyPlan.record(self._model, weights.outline()), places
+            self._copied = self._copies = None
             self._load_compared(weights)
         elif self._plan is None:
             self._load_compared(weights)
         elif (held := weights.held()) is not None:
-            self._copy(held)
+            if self._copies is None or held is not self._copied:
+                self._copies, self._copied = self._plan.bind(held), held
+            self._copies.run()
         else:
             self._plan.copy(self._here(weights))
 
-    def _copy(self, held: list[tuple[str, Tensor]]) -> None:
-        assert self._plan is not None
-        where = [tensor.data_ptr() for _, tensor in held]
-        if self._copies is None or where != self._copied:
-            self._copies, self._copied = self._plan.bind(held), where
-        self._copies.run()
+    def _where(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are of classes that would make this slow
+            return [p.data_ptr() for _, p in self._walk.parameters()]
 
     def _load_compared(self, weights: Weights) -> None:
         fingerprint = Fingerprint(self._model, self._tp_rank)

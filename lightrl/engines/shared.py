@@ -26,25 +26,12 @@ class SharedBuffer:
         self.memory = SharedMemory(*words)
 
 
-class SharedReader:
-    """Opens memory of other processes; what it has opened it keeps."""
+def open_shared(memory: SharedMemory) -> Tensor:
+    """Return another process's memory as uint8 [num_bytes].
 
-    def __init__(self) -> None:
-        self._opened: dict[SharedMemory, Tensor] = {}
-
-    def open(self, memory: SharedMemory) -> Tensor:
-        """Return the memory as uint8 [num_bytes].
-
-        Raises:
-            ValueError: it cannot be opened from here.
-        """
-        if memory not in self._opened:
-            self._opened.clear()  # a trainer has one such buffer
-            self._opened[memory] = _open(memory)
-        return self._opened[memory]
-
-
-def _open(memory: SharedMemory) -> Tensor:
+    Raises:
+        ValueError: it cannot be opened from here.
+    """
     if not torch.cuda.is_available():
         raise ValueError("the trainer's GPU memory cannot be read without a GPU: use transport='wire'")
     torch.cuda.init()

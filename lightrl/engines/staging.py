@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.engines.messages import CHUNK_BYTES, Chunk, Push, TensorMeta, encode
-from lightrl.engines.shared import SharedBuffer
+from lightrl.engines.messages import CHUNK_BYTES, Chunk, Push, SharedMemory, TensorMeta, encode
+from lightrl.engines.shared import SharedBuffer, open_shared
 from lightrl.weights.source import HeldWeights, Weights
 
 _ALIGNMENT = 16
@@ -82,6 +82,26 @@ class Staging:
     def weights(self) -> HeldWeights:
         """Return what came."""
         return HeldWeights(views(self._buffer, self.push.tensors))
+
+
+class SharedReader:
+    """Finds the weights of a push in memory of the trainer, which stays open: the next push lies in the same place."""
+
+    def __init__(self) -> None:
+        self._place: tuple[SharedMemory, list[TensorMeta]] | None = None
+        self._weights = HeldWeights([])
+
+    def weights(self, push: Push) -> HeldWeights:
+        """Return the weights.
+
+        Raises:
+            ValueError: the memory cannot be opened from here.
+        """
+        assert push.shared is not None
+        if self._place != (push.shared, push.tensors):
+            self._weights = HeldWeights(views(open_shared(push.shared), push.tensors))
+            self._place = push.shared, push.tensors
+        return self._weights
 
 
 class Shipment:

@@ -14,12 +14,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrl.distributed import all_objects, rank, world_size
+from lightrl.distributed import all_objects, make_lone_group, rank, world_size
 from lightrl.engines import compat
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.loader import Loader
 from lightrl.engines.vllm_session import VLLMSession
 from lightrl.lora import check_engine_merges
+from lightrl.policy import plain_class
 from lightrl.rng import derive_seed, forked_rng
 from lightrl.types import Completion, Sampling
 
@@ -74,7 +75,7 @@ class VLLMEngine:
         check_engine_merges(policy, engine_args or {})
         vllm = compat.import_vllm()
         self.device, self.dtype = device, dtype
-        self._tp_size = tensor_parallel_size
+        self.tensor_parallel_size = tensor_parallel_size
         self._tp_index, self._tp_rank = divmod(rank(), tensor_parallel_size)
         self._tp_group = _own_group(tensor_parallel_size)
         self._config = tempfile.TemporaryDirectory(prefix="lightrl-")
@@ -88,13 +89,22 @@ class VLLMEngine:
             "enable_sleep_mode": device.type == "cuda",
             **(engine_args or {}),
         }
-        with forked_rng(0), compat.process_kept(), compat.torchrun_environment(rank(), local_rank, world_size()):
-            self.llm: Any = vllm.LLM(**args)
+        make_lone_group(device.type)
+        try:
+            with forked_rng(0), compat.process_kept(), compat.torchrun_environment(rank(), local_rank, world_size()):
+                self.llm: Any = vllm.LLM(**args)
+        except BaseException:
+            self._config.cleanup()
+            compat.drop_groups()
+            raise
+        self._end = compat.end_with(self.llm)
         self._loader: Any = loader_of(self.llm, self._tp_rank)
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, policy_version: int) -> list[list[Completion]]:
         """See :class:`~lightrl.engines.base.Engine`."""
-        shared = all_objects((prompts, sampling.prompt_seeds), self._tp_group) if self._tp_size > 1 else None
+        shared = (
+            all_objects((prompts, sampling.prompt_seeds), self._tp_group) if self.tensor_parallel_size > 1 else None
+        )
         everyone = [p for theirs, _ in shared for p in theirs] if shared else prompts
         seeds = [s for _, theirs in shared for s in theirs] if shared else list(sampling.prompt_seeds)
         outputs = self._sample(everyone, seeds, sampling) if everyone else []
@@ -165,7 +175,7 @@ class VLLMEngine:
     def close(self) -> None:
         """See :class:`~lightrl.engines.base.Engine`."""
         if self.llm is not None:
-            compat.shut_down(self.llm)
+            self._end()
             self.llm = self._loader = None
             self._config.cleanup()
 
@@ -203,7 +213,7 @@ def _config_folder(policy: PreTrainedModel, folder: Path, trust_remote_code: boo
 def engine_config(policy: PreTrainedModel) -> PretrainedConfig:
     """Return a copy of the policy's configuration as vLLM has to see it."""
     config = copy.deepcopy(policy.config)
-    config.architectures = [c.__name__ for c in type(policy).__mro__ if c.__module__.startswith("transformers.")][:1]
+    config.architectures = [plain_class(policy).__name__]
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # a 4-bit base reaches the engine merged, as plain weights
     return config

@@ -11,9 +11,8 @@ from torch import Tensor
 from lightrl.engines import messages
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.loader import Loader
-from lightrl.engines.shared import SharedReader
-from lightrl.engines.staging import views
-from lightrl.weights.source import HeldWeights, Weights
+from lightrl.engines.staging import SharedReader
+from lightrl.weights.source import Weights
 
 
 class WeightLoader:
@@ -27,10 +26,9 @@ class WeightLoader:
         """Load the weights of a push from memory that it names; return what went wrong."""
         message = messages.from_trainer(push)
         assert isinstance(message, messages.Push)
-        assert message.shared is not None
         if not hasattr(self, "lightrl_reader"):
             self.lightrl_reader = SharedReader()
-        return _load(self, HeldWeights(views(self.lightrl_reader.open(message.shared), message.tensors)))
+        return _load(self, self.lightrl_reader.weights(message))
 
 
 def _load(worker: Any, weights: Weights) -> str | None:

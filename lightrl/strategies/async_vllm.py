@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import time
-from datetime import timedelta
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,9 +15,10 @@ from typing_extensions import override
 from lightrl.distributed import all_objects, from_rank_zero, rank
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.messages import EngineSpec
-from lightrl.engines.shared import SharedBuffer
-from lightrl.engines.staging import Shipment, metas_of, num_bytes
-from lightrl.pools.launchers import FixedLauncher, Launcher, LocalLauncher
+from lightrl.engines.staging import Shipment
+from lightrl.pools.launchers import Launcher
+from lightrl.pools.outbox import Outbox, Transport, check_transport
+from lightrl.pools.placement import make_launcher
 from lightrl.pools.pool import EnginePool
 from lightrl.producer import RolloutProducer, Work, completion, request, restore
 from lightrl.queue import RolloutQueue
@@ -68,13 +68,12 @@ class AsyncVLLMStrategy(RolloutStrategy):
         push_timeout: seconds that an engine may take to load weights before it counts as lost.
         answer_timeout: seconds that a serving engine may stand still before it counts as lost. (One whose process or
             host is gone or stopped is noticed within five.)
-        rollout_timeout: seconds that training waits for a batch. Collectives (``timeout``) get more time than any wait.
+        rollout_timeout: seconds that training waits for a batch. Phases (``timeout``) get more time than these waits.
         sync_every: see :class:`RolloutStrategy`.
         kwargs: see :class:`RolloutStrategy`.
 
     Raises:
-        ValueError: an argument is out of range, ``sync_every`` leaves weights older than ``max_staleness`` allows, or
-            ``timeout`` ends a collective before rank 0 may be back.
+        ValueError: an argument is out of range, or ``sync_every`` leaves weights older than ``max_staleness`` allows.
     """
 
     overlaps = True
@@ -89,7 +88,7 @@ class AsyncVLLMStrategy(RolloutStrategy):
         max_model_len: int | None = None,
         engine_args: dict[str, Any] | None = None,
         recompute_kv: bool = True,
-        transport: Literal["cuda_ipc", "wire"] | None = None,
+        transport: Transport | None = None,
         max_in_flight: int | None = None,
         oversample: float = 1.0,
         max_restarts: int = 3,
@@ -100,15 +99,16 @@ class AsyncVLLMStrategy(RolloutStrategy):
         sync_every: int = 1,
         **kwargs: Any,
     ) -> None:
-        # Rank 0 waits for engines while the others wait for it in a collective: they must not give up first.
-        start, push = start_timeout * (1 + max_restarts), start_timeout + push_timeout * num_engines
-        longest = timedelta(seconds=max(start, push, rollout_timeout) + _MARGIN_SECONDS)
-        if kwargs.setdefault("timeout", longest) < longest:
-            raise ValueError(
-                f"timeout={kwargs['timeout']} of the process group is less than rank 0 may wait for engines and "
-                f"rollouts: leave it out, which gives {longest}, or lower rollout_timeout and start_timeout"
-            )
-        super().__init__(sync_every=sync_every, **kwargs)
+        # Each wait has its own error, which says more than that a phase, or then a collective, took too long.
+        waits = {
+            "setup": start_timeout * (1 + max_restarts),
+            "push": start_timeout + push_timeout * num_engines,
+            "generate": rollout_timeout,
+        }
+        timeout = kwargs.pop("timeout", {})
+        if isinstance(timeout, Mapping):
+            timeout = {name: seconds + _MARGIN_SECONDS for name, seconds in waits.items()} | dict(timeout)
+        super().__init__(sync_every=sync_every, timeout=timeout, **kwargs)
         if max_staleness < 0:
             raise ValueError(f"max_staleness={max_staleness} must be 0 or more: it counts optimizer steps")
         if sync_every > max_staleness + 1:
@@ -121,8 +121,7 @@ class AsyncVLLMStrategy(RolloutStrategy):
                 raise ValueError(f"{name}={value} must be at least 1")
         if isinstance(pool, str) and pool not in ("local", "ray"):
             raise ValueError(f"pool={pool!r} is neither 'local', 'ray' nor a list of addresses")
-        if transport not in (None, "cuda_ipc", "wire"):
-            raise ValueError(f"transport={transport!r} is neither 'cuda_ipc' nor 'wire'")
+        check_transport(transport)
         RolloutQueue(1, max_staleness, oversample=oversample)
         self.max_staleness, self.pool_kind, self.num_engines = max_staleness, pool, num_engines
         self.rollout_devices, self.engine_tp_size = rollout_devices, tensor_parallel_size
@@ -130,7 +129,8 @@ class AsyncVLLMStrategy(RolloutStrategy):
         self.max_in_flight, self.oversample, self.max_restarts = max_in_flight, oversample, max_restarts
         self.start_timeout, self.push_timeout, self.rollout_timeout = start_timeout, push_timeout, rollout_timeout
         self.answer_timeout, self.transport = answer_timeout, transport
-        self._shared: SharedBuffer | None = None
+        self._outbox: Outbox | None = None
+        self._weights: PolicyWeights | None = None
         self._pool: EnginePool | None = None
         self._producer: RolloutProducer | None = None
         self._canary: Canary | None = None
@@ -148,13 +148,11 @@ class AsyncVLLMStrategy(RolloutStrategy):
                 "correction for that: RLModule(..., correction=TruncatedToken()) weighs them (lightrl.corrections)"
             )
         max_model_len = self.max_model_len or tokens_needed(trainer)
-        on_gpu = self.root_device.type == "cuda"
-        if self.transport is None:
-            self.transport = "cuda_ipc" if on_gpu and self.pool_kind == "local" else "wire"
-        if self.transport == "cuda_ipc" and not on_gpu:
-            raise ValueError("transport='cuda_ipc' is for trainers on a GPU: use transport='wire'")
+        self._weights = PolicyWeights(module.policy, self._engine_dtype)
+        self._outbox = Outbox(self.transport, self.root_device, self.pool_kind)
         self._canary = Canary(module.policy.config.get_text_config().vocab_size)
-        from_rank_zero(lambda: self._start(module, max_model_len))
+        with self.phase("setup"):
+            from_rank_zero(lambda: self._start(module, max_model_len))
 
     def _start(self, module: Any, max_model_len: int | None) -> None:
         from lightrl.engines.vllm import engine_config
@@ -180,34 +178,9 @@ class AsyncVLLMStrategy(RolloutStrategy):
         self._pool.start()
 
     def _pool_launcher(self) -> Launcher:
-        if self.pool_kind == "ray":
-            from lightrl.pools.ray import RayLauncher
-
-            on_gpu = self.root_device.type == "cuda"
-            launcher: Launcher = RayLauncher(
-                self.num_engines, num_gpus=self.engine_tp_size if on_gpu else 0, timeout=self.start_timeout
-            )
-            return launcher
-        if self.pool_kind == "local":
-            return LocalLauncher(self.num_engines, self._devices())
-        return FixedLauncher(list(self.pool_kind))
-
-    def _devices(self) -> list[list[int]] | None:
-        """For each local engine, the GPUs that it sees, as the machine numbers them."""
-        if self.root_device.type != "cuda":
-            return None
-        used = {d.index for d in self.parallel_devices or [] if d.index is not None}
-        free = [i for i in range(torch.cuda.device_count()) if i not in used]
-        devices = free if self.rollout_devices is None else self.rollout_devices
-        size, needed = self.engine_tp_size, self.num_engines * self.engine_tp_size
-        if len(devices) < needed:
-            raise ValueError(
-                f"{self.num_engines} engines of tensor_parallel_size={size} need {needed} GPUs; left beside the "
-                f"trainer are {devices}. Give the trainer fewer (Trainer(devices=...)), or say rollout_devices=[...]"
-            )
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = [int(n) for n in visible.split(",")] if visible else list(range(torch.cuda.device_count()))
-        return [[names[d] for d in devices[i * size : (i + 1) * size]] for i in range(self.num_engines)]
+        used = [d.index for d in self.parallel_devices or [] if d.type == "cuda" and d.index is not None]
+        gpus = self.engine_tp_size if used else 0
+        return make_launcher(self.pool_kind, self.num_engines, gpus, used, self.rollout_devices, self.start_timeout)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -221,24 +194,19 @@ class AsyncVLLMStrategy(RolloutStrategy):
         started, version, module = time.perf_counter(), self._trainer.global_step, self.lightning_module
         first = self._pushed_version is None
         expected = self._canary.trainer_logprobs(module) if first else []
-        weights = PolicyWeights(module.policy, self._engine_dtype)  # type: ignore[union-attr, arg-type]
+        weights = self._weights
+        assert weights is not None
         if rank() == 0:
-            shipment = self._pack(weights, version)
+            assert self._outbox is not None
+            shipment = self._outbox.pack(weights, version, self.recompute_kv, self._require_pool())
         else:
             for _ in weights:  # gathering them takes all ranks
                 pass
-        from_rank_zero(lambda: self._ship(shipment, expected))
+        with self.phase("push"):
+            from_rank_zero(lambda: self._ship(shipment, expected))
         seconds = time.perf_counter() - started
         self.seconds["time/weight_sync"] = seconds
         self._weights_synced(seconds)
-
-    def _pack(self, weights: PolicyWeights, version: int) -> Shipment:
-        if self.transport != "cuda_ipc":
-            return Shipment(weights, version, self.recompute_kv)
-        if self._shared is None:
-            self._shared = SharedBuffer(num_bytes(metas_of(weights)), self.root_device)
-        self._require_pool().hold()
-        return Shipment(weights, version, self.recompute_kv, self._shared)
 
     def _ship(self, shipment: Shipment, expected: list[torch.Tensor]) -> None:
         pool = self._require_pool()
@@ -262,7 +230,8 @@ class AsyncVLLMStrategy(RolloutStrategy):
         self.sync_weights()
         everyone = all_objects((prompts, sampling.prompt_seeds))
         started = time.perf_counter()
-        found: list[list[list[Completion]]] = from_rank_zero(lambda: self._generate(everyone, sampling))
+        with self.phase("generate"):
+            found: list[list[list[Completion]]] = from_rank_zero(lambda: self._generate(everyone, sampling))
         self.seconds["time/generate"] = time.perf_counter() - started
         return found[rank()]
 
@@ -327,7 +296,7 @@ class AsyncVLLMStrategy(RolloutStrategy):
     def _close(self) -> None:
         producer, self._producer = self._producer, None
         pool, self._pool = self._pool, None
-        self._shared = None
+        self._outbox = None
         try:
             if producer is not None:
                 producer.stop()

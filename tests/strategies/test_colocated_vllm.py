@@ -206,8 +206,8 @@ def test_a_stale_tied_head_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_engine_that_computes_another_model_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     right = source.iter_weights
 
-    def wrong_policy(model: Any, dtype: torch.dtype) -> Any:
-        return ((name, 2 * tensor if name == "model.norm.weight" else tensor) for name, tensor in right(model, dtype))
+    def wrong_policy(model: Any, *how: Any) -> Any:
+        return ((name, 2 * tensor if name == "model.norm.weight" else tensor) for name, tensor in right(model, *how))
 
     monkeypatch.setattr(source, "iter_weights", wrong_policy)
     with pytest.raises(WeightSyncError, match="engine and trainer disagree: mean"):
