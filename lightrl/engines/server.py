@@ -82,20 +82,20 @@ class EngineServer:
 
     def _turn(self) -> None:
         busy = self._engine is not None and self._engine.busy
-        if self._socket.poll(0 if busy else _IDLE_MS):
-            self._receive()
-        elif busy:
+        if self._socket.poll(0 if busy else _IDLE_MS) and not isinstance(self._receive(), Chunk):
+            return  # requests that came together begin together
+        if busy:  # between any two pieces of weights too, of which there may be many
             for output in self._engine.step():
                 self._send(messages.Finished([output]))  # one by one: all that end at once may not fit in a frame
 
-    def _receive(self) -> None:
+    def _receive(self) -> messages.FromTrainer | None:
         sender, *frames = self._socket.recv_multipart(copy=False)
         sender = sender.bytes
         try:
             message = messages.from_trainer(frames[0].buffer if frames else b"")
         except (msgspec.DecodeError, RecursionError) as error:
             self._refuse(sender, f"a message that is none of ours: {error}")
-            return
+            return None
         if isinstance(message, Configure):
             self._configure(sender, message)
         elif sender != self._trainer:
@@ -105,6 +105,7 @@ class EngineServer:
                 self._handle(message, frames)
             except RefusedError as error:
                 self._refuse(sender, str(error))
+        return message
 
     def _refuse(self, sender: bytes, what: str) -> None:
         """What a peer sends must not end the engine; but the peer must not wait for an answer either."""

@@ -44,13 +44,15 @@ class EngineClient:
         self.address = address
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when the engine is lost; its result says why."""
-        self._socket = secure.client_socket(context, token)
-        self._monitor = self._socket.get_monitor_socket()
+        # Both say every second that they are there. On one that waits to write, as in a push, none gets through.
+        self._socket, self._pulse = (secure.client_socket(context, token) for _ in range(2))
+        self._monitors = [socket.get_monitor_socket() for socket in (self._socket, self._pulse)]
         self._outputs: dict[str, asyncio.Future[Output]] = {}
         self._running: list[Output] = []
         self._answers: dict[type, asyncio.Future[Any]] = {}
         self._socket.connect(address)
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        self._pulse.connect(address)
+        self._tasks = [asyncio.create_task(work) for work in (self._read(), *map(self._watch, self._monitors))]
 
     @property
     def pending(self) -> int:
@@ -119,9 +121,10 @@ class EngineClient:
             return
         for task in self._tasks:
             task.cancel()
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(linger_ms)
+        for socket, monitor in zip((self._socket, self._pulse), self._monitors, strict=True):
+            socket.disable_monitor()
+            monitor.close(0)
+            socket.close(linger_ms)
 
     async def _ask(self, kind: type[T], *frames: list[Any]) -> T:
         if self.lost.done():
@@ -158,10 +161,10 @@ class EngineClient:
                 if answer is not None and not answer.done():
                     answer.set_result(message)
 
-    async def _watch(self) -> None:
+    async def _watch(self, monitor: Any) -> None:
         reason = f"{self.address} refused us: its token is another one, or no engine listens there"
         while True:
-            event = await recv_monitor_message(self._monitor)
+            event = await recv_monitor_message(monitor)
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 reason = "the connection ended"
             elif event["event"] in _ENDS:
