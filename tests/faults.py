@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
-SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT, "requeue": signal.SIGUSR1}
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "freeze": signal.SIGSTOP,
+    "terminate": signal.SIGTERM,
+    "interrupt": signal.SIGINT,
+    "requeue": signal.SIGUSR1,
+}
 KINDS = ("raise", "hang", *SIGNALS)
 PLACES = {
     "generate": ("before", "during", "after"),
