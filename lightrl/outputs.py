@@ -51,8 +51,8 @@ def _group(samples: list[tuple[Any, Any]], index: int, ground_truth: Any) -> Rol
     ids = list(first.prompt_token_ids)
     if any(list(output.prompt_token_ids) != ids for output, _ in samples):
         raise ValueError(
-            f"group {index} has completions of different prompts: sample with SamplingParams(n={len(samples)}), or give "
-            f"each prompt {len(samples)} times in a row"
+            f"group {index} has completions of different prompts: sample with SamplingParams(n={len(samples)}), or "
+            f"give each prompt {len(samples)} times in a row"
         )
     text = first.prompt or ""
     prompt = Prompt(ids, ground_truth, columns={"prompt": text}, index=index, text=text)

@@ -12,7 +12,7 @@ from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
 from lightrl.engines import messages, secure
-from lightrl.engines.messages import EngineSpec, Finished, Loaded, Output, Pong, Ready, Request, Scored
+from lightrl.engines.messages import EngineSpec, Finished, Loaded, Output, Pong, Ready, Request, Scored, Task
 from lightrl.engines.staging import Shipment
 
 _ENDS = (
@@ -70,6 +70,10 @@ class EngineClient:
     async def ping(self) -> Pong:
         """Return as soon as the engine is between two steps."""
         return await self._ask(Pong, [messages.encode(messages.Ping())])
+
+    async def task(self, page: int) -> Task:
+        """Return a page of the prompts that a rollout server has."""
+        return await self._ask(Task, [messages.encode(messages.Ask(page))])
 
     def generate(self, requests: list[Request]) -> list[asyncio.Future[Output]]:
         """Submit requests; each future ends with its output, or with :class:`EngineLostError`."""
