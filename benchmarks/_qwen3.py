@@ -48,3 +48,13 @@ def gap(found: list[torch.Tensor], policy: Any) -> float:
         logits = policy(ids, use_cache=False).logits[:, :-1].float()
     right = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].cpu()
     return float((torch.stack(found) - right).abs().mean())
+
+
+def word_tokenizer() -> Any:
+    """One word for each token id, so that prompts of a given length can be written as text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(151936)}, unk_token="t2"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t2")

@@ -11,8 +11,9 @@ import itertools
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from lightrl.processes import is_alive
 METADATA = "meta.pt"
 """File of a distributed checkpoint that holds all but tensors of model and optimizer; Lightning's name."""
 _PARTIAL = ".lightrl-{host}-{pid}-{number}.part"  # no name that anybody looks for
+_numbers = itertools.count()
 _RENAME_EXCHANGE, _AT_FDCWD = 2, -100
 
 
@@ -38,7 +40,6 @@ class CheckpointWriter:
     """
 
     def __init__(self, background: bool = False) -> None:
-        self._numbers = itertools.count()
         self._last: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="lightrl-save") if background else None
         # Collectives of another thread would get in between those of training.
@@ -51,8 +52,7 @@ class CheckpointWriter:
             OSError: it cannot be written; or, in the background, the one before it could not.
         """
         self.wait()
-        name = _PARTIAL.format(host=socket.gethostname(), pid=os.getpid(), number=next(self._numbers))
-        partial: Path = all_objects(path.parent / name)[0]
+        partial: Path = all_objects(partial_path(path))[0]
         if self._thread is not None:
             checkpoint = _pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, checkpoint)
         self._do(lambda: self._write(checkpoint, partial, path))
@@ -94,34 +94,77 @@ class CheckpointWriter:
                 before.result()
 
     def _write(self, checkpoint: dict[str, Any], partial: Path, path: Path) -> None:
-        try:
-            if rank() == 0:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                _forget_the_dead(path.parent)
+        with whole_or_nothing(path, "the checkpoint", partial):
             if world_size() > 1:
                 _write_shards(checkpoint, partial, self._group)
             else:
                 torch.save(checkpoint, partial)
-            if rank() == 0:
-                _put_in_place(partial, path)
-        except Exception as error:  # a full disk is an OSError, a RuntimeError or a CheckpointException
-            if rank() == 0:
-                _remove(partial)
-            free = shutil.disk_usage(path.parent).free / 2**30 if path.parent.exists() else 0.0
-            raise OSError(
-                f"the checkpoint {path} could not be written, with {free:.2f} GiB free on its disk: {error}. "
-                "Checkpoints that were there before are untouched"
-            ) from error
+
+
+def partial_path(path: Path) -> Path:
+    """Return where to write what is to be put at ``path``: beside it, under a name that nobody looks for."""
+    name = _PARTIAL.format(host=socket.gethostname(), pid=os.getpid(), number=next(_numbers))
+    return path.parent / name
+
+
+@contextmanager
+def whole_or_nothing(path: Path, what: str, partial: Path | None = None) -> Iterator[Path]:
+    """Give a path to write a file or a folder to; after the block rank 0 puts it at ``path``, in one step.
+
+    Args:
+        path: a file or a folder, perhaps there already.
+        what: it is, for errors.
+        partial: where to write, where ranks have to agree on it.
+
+    Raises:
+        OSError: it could not be written; what was at ``path`` is untouched.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    partial = partial or partial_path(path)
+    try:
+        if rank() == 0:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _forget_the_dead(path.parent)
+        yield partial
+        if rank() == 0:
+            _put_in_place(partial, path)
+    except (Exception, CheckpointException) as error:  # the latter, strangely, is no Exception
+        if rank() == 0:
+            _remove(partial)
+        free = shutil.disk_usage(path.parent).free / 2**30 if path.parent.exists() else 0.0
+        raise OSError(
+            f"{what} {path} could not be written, with {free:.2f} GiB free on its disk: {error}. "
+            "What was there before is untouched"
+        ) from error
+
+
+def read_shards(folder: Path) -> dict[str, Any]:
+    """Return the checkpoint that several ranks saved in ``folder``, with whole tensors and no optimizer state."""
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    known = FileSystemReader(folder).read_metadata().state_dict_metadata
+    prefix = "state_dict."
+    tensors: dict[str, Any] = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in known.items()
+        if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
+    }
+    load(tensors, checkpoint_id=folder, no_dist=True)
+    rest: dict[str, Any] = torch.load(folder / METADATA, map_location="cpu", weights_only=True)
+    return rest | {"state_dict": {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}}
 
 
 def _write_shards(checkpoint: dict[str, Any], folder: Path, group: Any) -> None:
     """Write every rank's part of tensors, and on rank 0 the rest, as Lightning's ``ModelParallelStrategy`` does."""
-    from torch.distributed import checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     rest = dict(checkpoint)
     tensors = {"state_dict": rest.pop("state_dict")}
     tensors |= {f"optimizer_{i}": state for i, state in enumerate(rest.pop("optimizer_states", []))}
-    dcp.save(tensors, checkpoint_id=folder, process_group=group)
+    save(tensors, checkpoint_id=folder, process_group=group)
     if rank() == 0:
         torch.save(rest, folder / METADATA)
 

@@ -38,7 +38,8 @@ def forked_rng(seed: int) -> Iterator[None]:
 
 def random_state() -> dict[str, Any]:
     """Return the state of the global generators of Python, NumPy and torch, as plain builtins and tensors."""
-    kind, keys, *rest = np.random.get_state(legacy=True)
+    generator: Any = np.random.get_state()
+    kind, keys, *rest = generator
     state = {"python": random.getstate(), "numpy": (kind, keys.tolist(), *rest), "torch": torch.get_rng_state()}
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_initialized() else {})
 

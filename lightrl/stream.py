@@ -15,7 +15,7 @@ from lightrl.moves import even_out
 from lightrl.packing import StepBatch, live_tokens, shuffled_parts
 from lightrl.prompts import CurriculumOrder, MixedOrder, PromptOrder, stop_token_ids
 from lightrl.rng import derive_seed
-from lightrl.rollout_state import rollouts_from_state, rollouts_to_state
+from lightrl.rollout_state import deal_anew, deal_sums_anew, rollouts_from_state, rollouts_to_state
 from lightrl.sources import RolloutSource, measure
 from lightrl.types import Prompt, Rollout, RolloutBatch, RolloutGroup, Sampling
 
@@ -225,19 +225,9 @@ class RolloutStream:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken.
-
-        Raises:
-            ValueError: in the middle of reused rollouts, with another number of ranks.
-        """
+        """Go on where ``state`` was taken; on another number of ranks groups are dealt out anew, with a warning."""
         if not state or self.order is None:
             return
-        current = state["current"]
-        if len(current) != world_size() and any(c is not None for c in current):
-            raise ValueError(
-                f"the checkpoint is in the middle of a rollout batch of {len(current)} ranks and cannot go on with "
-                f"{world_size()}: resume with {len(current)}, or from a checkpoint at the end of a rollout batch"
-            )
         self.order.load_state_dict(state["order"])
         ahead = state.get("ahead")
         self._ahead.load_state_dict(ahead)
@@ -248,5 +238,14 @@ class RolloutStream:
             )
         self.seed = self.order.seed
         self.batches, self.step = state["batches"], state["step"]
-        self.current = rollouts_from_state(current[rank()]) if len(current) == world_size() else None
-        self.measured = state["measured"][rank()] if len(current) == world_size() and "measured" in state else {}
+        current, measured = state["current"], state.get("measured") or [{}]
+        if len(current) != world_size():
+            current, measured = deal_anew(current, world_size()), deal_sums_anew(measured, world_size())
+            if any(c is not None for c in current):
+                rank_zero_warn(
+                    f"the checkpoint is in the middle of a rollout batch of {len(state['current'])} ranks and the run "
+                    f"has {world_size()}: its groups are dealt out anew, and what is left of this batch is cut into "
+                    "other mini-batches than in an unbroken run. From the next batch on every prompt comes in its turn"
+                )
+        self.current = rollouts_from_state(current[rank()])
+        self.measured = measured[rank() % len(measured)]

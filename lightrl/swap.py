@@ -14,6 +14,8 @@ from lightrl.engines.base import Engine
 from lightrl.weights.canary import Canary
 from lightrl.weights.source import PolicyWeights, Shapes, check_shapes
 
+_MARGIN_BYTES = 2**31  # of what waking allocates beside weights and cache
+
 
 class Swap:
     """What both sides do at a change of turns: trainer state out, engine weights in, push, KV cache in; and back.
@@ -26,7 +28,7 @@ class Swap:
         dtype: of the engine's weights.
         optimizers: returns those whose state makes room for the engine.
         sleep: give the engine's memory to the trainer at the trainer's turn.
-        offload: give the optimizer's memory to the engine at the engine's turn.
+        offload: give the optimizer's memory to the engine at the engine's turn; None: where both do not fit.
         shapes: what the engine takes; None: all that the policy has.
         phase: what a push is to happen in.
     """
@@ -39,19 +41,22 @@ class Swap:
         *,
         optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
         sleep: bool = True,
-        offload: bool = True,
+        offload: bool | None = None,
         shapes: Shapes | None = None,
         phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.engine, self._owner, self._dtype = engine, owner, dtype
         self._optimizers, self._sleep = optimizers, sleep
-        self._offload = offload and owner.device.type == "cuda"
+        self._on_gpu = owner.device.type == "cuda"
+        self._offload, self._offloaded, self._engine_bytes = offload, False, 0
         self._canary = Canary(owner.policy.config.get_text_config().vocab_size)
         self._shapes, self._phase = shapes, phase
         self._weights = PolicyWeights(owner.policy, dtype, shapes)
-        self._weights_gone = True
+        self._weights_gone, self._compared = True, False
         if sleep:
+            before = self._free_bytes()
             engine.sleep()
+            self._engine_bytes = self._free_bytes() - before
 
     def to_engine(self, stale: bool) -> float:
         """Begin the engine's turn; return the seconds that a push took, 0.0 where there was none.
@@ -81,8 +86,9 @@ class Swap:
                 self.engine.wake_cache()
             if expected:
                 self._canary.check(self.engine, expected, self._dtype)
+                self._compared = True
         except BaseException:
-            self._weights_gone = True
+            self._weights_gone, self._compared = True, False
             self.take_back()
             raise
         return seconds
@@ -94,20 +100,29 @@ class Swap:
         self.take_back()
 
     def _push(self) -> list[Tensor]:
-        expected = self._canary.trainer_logprobs(self._owner)
+        # What the engine computes with its weights stays the same, and what it holds is compared at every push.
+        expected = [] if self._compared else self._canary.trainer_logprobs(self._owner)
         self.engine.load_weights(self._weights)
         self._weights_gone = False
         return expected
 
     def _make_room(self) -> None:
-        if self._offload:
+        if not self._on_gpu or self._offload is False or not (self._sleep or self._offload):
+            return
+        torch.cuda.empty_cache()
+        if self._offload or self._free_bytes() < self._engine_bytes + _MARGIN_BYTES:
             move_optimizer_state(self._optimizers(), "cpu")
             torch.cuda.empty_cache()
+            self._offloaded = True
+
+    def _free_bytes(self) -> int:
+        return torch.cuda.mem_get_info(self._owner.device)[0] if self._on_gpu else 0
 
     def take_back(self) -> None:
         """Have the optimizer's state on the device again, whatever became of the engine."""
-        if self._offload:
+        if self._offloaded:
             move_optimizer_state(self._optimizers(), self._owner.device)
+            self._offloaded = False
 
 
 def move_optimizer_state(optimizers: Iterable[torch.optim.Optimizer], device: torch.device | str) -> None:

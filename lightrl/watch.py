@@ -250,14 +250,13 @@ class Watch:
         return "\n".join(lines[-_STACK_LINES:])
 
 
-def _make_store(address: str) -> dist.Store:
+def _make_store(address: str) -> Any:
     """Return a store that rank 0's process keeps, apart from the one that collectives are set up through."""
-    patience = timedelta(seconds=_STORE_SECONDS)
-    server = (
-        dist.TCPStore(address, 0, is_master=True, wait_for_workers=False, timeout=patience) if rank() == 0 else None
-    )
+    store: Any = dist.TCPStore  # type: ignore[attr-defined]
+    how: Any = {"wait_for_workers": False, "timeout": timedelta(seconds=_STORE_SECONDS)}
+    server = store(address, 0, is_master=True, **how) if rank() == 0 else None
     port = all_objects(server.port if server is not None else None)[0]
-    return server or dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=patience)
+    return server or store(address, port, is_master=False, **how)
 
 
 def _say(text: str) -> None:

@@ -29,7 +29,7 @@ class WeightManager(Trainable):
         model: see :class:`~lightrl.trainable.Trainable`.
         lr: see there.
         sleep: give the engine's memory to the trainer at its turn.
-        offload_optimizer: give the optimizer's memory to the engine at its turn.
+        offload_optimizer: give the optimizer's memory to the engine at its turn; None: where both do not fit.
         kwargs: see :class:`~lightrl.trainable.Trainable`.
 
     Raises:
@@ -43,7 +43,7 @@ class WeightManager(Trainable):
     """
 
     def __init__(
-        self, model: Any, lr: float = 1e-6, *, sleep: bool = True, offload_optimizer: bool = True, **kwargs: Any
+        self, model: Any, lr: float = 1e-6, *, sleep: bool = True, offload_optimizer: bool | None = None, **kwargs: Any
     ) -> None:
         super().__init__(model, lr, **kwargs)
         self.sleep, self.offload_optimizer = sleep, offload_optimizer

@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
-KINDS = ("kill", "raise", "hang")
+SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT, "requeue": signal.SIGUSR1}
+KINDS = ("raise", "hang", *SIGNALS)
 PLACES = {
     "generate": ("before", "during", "after"),
     "reward": ("before", "during", "after"),
@@ -158,15 +159,9 @@ class Saboteur(Callback):
     def _in_pushes(self, strategy: Any) -> None:
         load = strategy._engine.load_weights
 
-        def watched(weights: Iterator[Any]) -> Iterator[Any]:
-            for i, weight in enumerate(weights):
-                if i == 1:
-                    self.reach("push", "during")
-                yield weight
-
-        def wrapped(weights: Iterator[Any]) -> None:
+        def wrapped(weights: Any) -> None:
             self.reach("push", "before")
-            load(watched(weights))
+            load(_Watched(weights, lambda: self.reach("push", "during")))
             self.reach("push", "after")
 
         strategy._engine.load_weights = wrapped
@@ -194,10 +189,33 @@ class Saboteur(Callback):
         file.write(data[len(data) // 2 :])
 
 
+class _Watched:
+    """Weights of which a fault may strike the reading."""
+
+    def __init__(self, weights: Any, reached: Callable[[], None]) -> None:
+        self.weights, self.reached = weights, reached
+
+    def outline(self) -> Any:
+        return self.weights.outline()
+
+    def held(self) -> Any:
+        found = self.weights.held()
+        if found is not None:
+            self.reached()
+        return found
+
+    def __iter__(self) -> Iterator[Any]:
+        for i, weight in enumerate(self.weights):
+            if i == 1:
+                self.reached()
+            yield weight
+
+
 def strike(kind: str) -> None:
-    """End this process, raise, or do nothing for ever."""
-    if kind == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    """Send this process a signal, raise, or do nothing for ever."""
+    if kind in SIGNALS:
+        os.kill(os.getpid(), SIGNALS[kind])
+        return
     if kind == "raise":
         raise BoomError("boom")
     while True:

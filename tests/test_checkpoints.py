@@ -50,7 +50,7 @@ def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
     try:
-        with pytest.raises(OSError, match=r"last.ckpt could not be written, with .* GiB free.*before are untouched"):
+        with pytest.raises(OSError, match=r"last.ckpt could not be written, with .* GiB free.*before is untouched"):
             writer.save(state(2.0), path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -1,5 +1,6 @@
-"""Callbacks that watch a run."""
+"""Callbacks that watch a run, and save it."""
 
+from lightrl.callbacks.rollout_checkpoint import RolloutCheckpoint
 from lightrl.callbacks.sample_table import SampleTable
 
-__all__ = ["SampleTable"]
+__all__ = ["RolloutCheckpoint", "SampleTable"]

@@ -34,7 +34,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
         max_model_len: longest prompt + completion of the engine, in tokens; None: what the datamodule needs.
         engine_args: further arguments of ``vllm.LLM``, for example ``{"gpu_memory_utilization": 0.5}``.
         sleep: give the engine's memory to the trainer between rollouts (needs ``sync_every=1``).
-        offload_optimizer: give the optimizer's memory to the engine during rollouts.
+        offload_optimizer: give the optimizer's memory to the engine during rollouts; None: where both do not fit.
         sync_every: see :class:`RolloutStrategy`.
         kwargs: see :class:`RolloutStrategy`.
 
@@ -48,7 +48,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
         max_model_len: int | None = None,
         engine_args: dict[str, Any] | None = None,
         sleep: bool = True,
-        offload_optimizer: bool = True,
+        offload_optimizer: bool | None = None,
         sync_every: int = 1,
         **kwargs: Any,
     ) -> None:

@@ -8,9 +8,11 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
+from lightning.pytorch.trainer.states import TrainerFn
 from typing_extensions import override
 
 from lightrl.phases import SECONDS, Phases
+from lightrl.signals import Signals
 from lightrl.strategies.saving import SavingStrategy
 from lightrl.watch import Watch
 
@@ -24,17 +26,27 @@ class WatchedStrategy(SavingStrategy):
     Args:
         timeout: seconds that a phase may take, or by phase, such as ``{"generate": 600, "reward": 120}``; see
             :data:`lightrl.phases.PHASES`.
+        grace_period: seconds after SIGTERM in which the step must end and be saved; then the run ends without.
         kwargs: see :class:`SavingStrategy`.
 
     Raises:
         ValueError: ``timeout`` names no phase, or a limit is not above 0.
     """
 
-    def __init__(self, timeout: float | timedelta | Mapping[str, float] = SECONDS, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        timeout: float | timedelta | Mapping[str, float] = SECONDS,
+        grace_period: float = 60.0,
+        **kwargs: Any,
+    ) -> None:
         self.phases = Phases(timeout)
+        if not grace_period > 0:
+            raise ValueError(f"grace_period={grace_period} must be above 0: it is seconds")
+        self.grace_period = grace_period
         # Collectives give up last: they cannot say what went wrong.
         super().__init__(timeout=timedelta(seconds=max(self.phases.limits.values()) + 60), **kwargs)
         self._watch: Watch | None = None
+        self._signals: Signals | None = None
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Be in a phase, with its deadline, inside the block."""
@@ -59,6 +71,30 @@ class WatchedStrategy(SavingStrategy):
         if not any(isinstance(c, _FirstToHear) for c in trainer.callbacks):  # type: ignore[attr-defined]
             trainer.callbacks.insert(0, _FirstToHear())  # type: ignore[attr-defined]
         super().setup(trainer)
+
+    @override
+    def on_validation_start(self) -> None:
+        super().on_validation_start()
+        self._take_signals()
+
+    @override
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self._take_signals()
+
+    def _take_signals(self) -> None:
+        trainer = self.lightning_module.trainer  # type: ignore[union-attr]
+        if trainer.state.fn == TrainerFn.FITTING and self._signals is None and self._watch is not None:
+            self._signals = Signals(trainer, self.grace_period, self._watch)
+
+    def step_ended(self) -> None:
+        """Do what signals asked for in the meantime (all ranks call it together).
+
+        Raises:
+            SIGTERMException: it was to end; a checkpoint is saved.
+        """
+        if self._signals is not None:
+            self._signals.step_ended()
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +134,7 @@ class WatchedStrategy(SavingStrategy):
             self._end_watch()
 
     def _end_watch(self) -> None:
-        watch, self._watch = self._watch, None
+        watch, self._watch, self._signals = self._watch, None, None
         if watch is not None:
             watch.stop()
 

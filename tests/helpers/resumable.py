@@ -88,7 +88,14 @@ def read_trace(folder: Path, of_rank: int) -> tuple[dict[str, Any], list[str]]:
 
 
 def train(
-    folder: str, fault: Fault | None, strategy: str, ranks: int, ckpt_path: str | None, timeout: float = 60.0
+    folder: str,
+    fault: Fault | None,
+    strategy: str,
+    ranks: int,
+    ckpt_path: str | None,
+    timeout: float = 60.0,
+    save_every: int = 1,
+    **strategy_args: Any,
 ) -> None:
     """Train for a few steps with a checkpoint after each; the end's state goes to ``folder``/end.RANK."""
     torch.set_num_threads(1)
@@ -98,13 +105,14 @@ def train(
     settings: dict[str, Any] = {"max_tokens_per_micro_batch": 20, "minibatches_per_rollout": 2}
     settings |= {"val_prompts": tiny_prompts(4), "val_batch_size": 2, "seed": None}
     prompts = tiny_data(tiny_prompts(10), reward=rewarded(saboteur, share_of_even_words), **settings)
-    saving = ModelCheckpoint(folder, every_n_train_steps=1, save_last=True)
+    saving = ModelCheckpoint(folder, every_n_train_steps=save_every, save_last=True)
     trainer = quiet_trainer(
-        STRATEGIES[strategy](timeout=timeout),
+        STRATEGIES[strategy](timeout=timeout, **strategy_args),
         devices=ranks,
         max_steps=STEPS,
         callbacks=[Samples(trace), saving, saboteur],
         logger=trace,
+        default_root_dir=folder,
         enable_checkpointing=True,
         gradient_clip_val=1.0,
         val_check_interval=VALIDATE_EVERY,
