@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightrl.engines import messages, secure
+from lightrl.engines import compat, messages, secure
 from lightrl.engines.messages import Ask, EngineSpec, FromTrainer, PromptRow, Push, Task
 from lightrl.engines.server import EngineServer, RefusedError
 from lightrl.policy import load_config, load_tokenizer
 from lightrl.prompts import load_rows, stop_token_ids, tokenize_prompts
 from lightrl.rng import forked_rng
 from lightrl.types import Prompt, Sampling
+from lightrl.weights.canary import LONGEST
 from lightrl.weights.source import Shapes, plain_shapes
 
 _PAGE_BYTES = 2**23
+_COMPLETION_TOKENS = 1024
 
 
 class RolloutServer:
@@ -30,7 +33,8 @@ class RolloutServer:
         model: folder or hub name of the model that the worker trains; of it only configuration and tokenizer are read.
         queue_address: where to listen, such as ``"tcp://127.0.0.1:5555"``.
         group_size: completions of each prompt.
-        max_completion_tokens: longest completion, its stop token included.
+        max_completion_tokens: longest completion, its stop token included; None: 1024, or half of the model's context
+            where that is less.
         temperature: of sampling.
         max_model_len: longest prompt + completion in tokens; None: what the prompts need.
         tensor_parallel_size: GPUs of the engine.
@@ -49,7 +53,7 @@ class RolloutServer:
         queue_address: str,
         *,
         group_size: int = 8,
-        max_completion_tokens: int = 1024,
+        max_completion_tokens: int | None = None,
         temperature: float = 1.0,
         max_model_len: int | None = None,
         tensor_parallel_size: int = 1,
@@ -58,16 +62,17 @@ class RolloutServer:
         trust_remote_code: bool = False,
         **engine_args: Any,
     ) -> None:
-        for name, value in {"group_size": group_size, "max_completion_tokens": max_completion_tokens}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        self.sampling = Sampling(
-            max_completion_tokens, num_completions=group_size, temperature=temperature, seed=seed
-        ).for_training()
         self.queue_address = secure.check_address(queue_address, bind=True)
         self._token = secure.own_token(queue_address)
         self.model = str(model)
         self._config = load_config(model, trust_remote_code=trust_remote_code)
+        self._context: int | None = getattr(self._config.get_text_config(), "max_position_embeddings", None)
+        longest = _COMPLETION_TOKENS if self._context is None else min(_COMPLETION_TOKENS, self._context // 2)
+        longest = longest if max_completion_tokens is None else max_completion_tokens
+        for name, value in {"group_size": group_size, "max_completion_tokens": longest}.items():
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        self.sampling = Sampling(longest, num_completions=group_size, temperature=temperature, seed=seed).for_training()
         self.tokenizer = load_tokenizer(tokenizer or model, trust_remote_code=trust_remote_code)
         self._trust_remote_code, self._engine_args = trust_remote_code, engine_args
         self._max_model_len, self._tensor_parallel_size = max_model_len, tensor_parallel_size
@@ -80,18 +85,20 @@ class RolloutServer:
                 strings or of rows, ..
 
         Raises:
-            ValueError: see :func:`~lightrl.prompts.load_rows` and :func:`~lightrl.prompts.tokenize_prompts`; or a row
+            ValueError: vLLM is not installed or does not know an engine argument; see
+                :func:`~lightrl.prompts.load_rows` and :func:`~lightrl.prompts.tokenize_prompts`; or a row
                 holds what cannot be sent.
         """
-        context = getattr(self._config.get_text_config(), "max_position_embeddings", None)
-        left = None if context is None else context - self.sampling.max_completion_tokens
+        _check_engine_args(self._engine_args)
+        left = None if self._context is None else self._context - self.sampling.max_completion_tokens
         if left is not None and left < 1:
             raise ValueError(
                 f"max_completion_tokens={self.sampling.max_completion_tokens} leaves no room for a prompt in the "
-                f"model's context of {context} tokens"
+                f"model's context of {self._context} tokens"
             )
         tokenized = tokenize_prompts(load_rows(prompts), self.tokenizer, max_prompt_tokens=left)
-        needed = max(len(p.token_ids) for p in tokenized) + self.sampling.max_completion_tokens
+        longest = max(len(p.token_ids) for p in tokenized) + self.sampling.max_completion_tokens
+        needed = max(longest, LONGEST + 1)  # what the weights are checked with has to fit too
         server = _PromptServer(
             self.queue_address, self._token, self._pages(tokenized), self._spec(needed), self._shapes()
         )
@@ -175,6 +182,12 @@ class _PromptServer(EngineServer):
                     f"a push of another model than the server's: {name} is {has} there and {wanted} here. Give both "
                     "the same model"
                 )
+
+
+def _check_engine_args(engine_args: dict[str, Any]) -> None:
+    known = {f.name for f in fields(compat.import_vllm().EngineArgs)}
+    if unknown := sorted(set(engine_args) - known):
+        raise ValueError(f"vllm.LLM knows no argument {', '.join(map(repr, unknown))}")
 
 
 def _generation_config(model: str) -> Any:

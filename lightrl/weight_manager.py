@@ -50,6 +50,7 @@ class WeightManager(Trainable):
         self._swap: Swap | None = None
         self._engine_args: dict[str, Any] = {}
         self._pushed: list[tuple[int, int]] | None = None  # None: the engine has nothing of ours
+        self._collected: Any = None
         self.pushes = 0
         """How often weights were pushed into the engine."""
 
@@ -137,6 +138,7 @@ class WeightManager(Trainable):
         """
         self.switch_to_train()
         if self._swap is not None:
+            self._collected.detach()
             self._swap.engine.close()
             self._swap = self._pushed = None
 
@@ -162,7 +164,7 @@ class WeightManager(Trainable):
             raise ValueError(f"vLLM cannot serve this {type(self.policy).__name__}: {error}") from error
         own = OwnRandomState(derive_seed(torch.initial_seed(), "engine", rank() // engine.tensor_parallel_size))
         _guard(engine.llm.llm_engine, self._turn, own)
-        weakref.finalize(engine.llm, setattr, self._turn, "now", "trainer")
+        self._collected = weakref.finalize(engine.llm, setattr, self._turn, "now", "trainer")
         return Swap(
             engine,
             self,

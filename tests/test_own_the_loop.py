@@ -206,12 +206,85 @@ def test_bad_arguments_of_servers(folder: Path, monkeypatch: pytest.MonkeyPatch)
         RolloutServer(folder, "tcp://127.0.0.1:0", group_size=0)
     with pytest.raises(ValueError, match="leaves no room for a prompt"):
         RolloutServer(folder, "tcp://127.0.0.1:0", max_completion_tokens=128).run(tiny_prompts(2))
+    with pytest.raises(ValueError, match="vllm.LLM knows no argument 'gpu_memory'"):
+        RolloutServer(folder, "tcp://127.0.0.1:0", gpu_memory=0.5).run(tiny_prompts(2))
     with pytest.raises(ValueError, match="prompt row 0 cannot be sent"):
         RolloutServer(folder, "tcp://127.0.0.1:0", max_completion_tokens=4).run([{"prompt": "w5", "odd": object()}])
     with pytest.raises(ValueError, match="is no engine address"):
         TrainWorker(folder, "localhost")
     with pytest.raises(ValueError, match="has no tokenizer"):
         TrainWorker(tiny_model(), "tcp://127.0.0.1:5555")
+
+
+# -- the two programs of the first design, as they were written --------------------------------------------------------
+
+COLOCATED = """
+wm = WeightManager(path, lr=1e-3)
+for step in range(2):
+    llm = wm.as_vllm()
+    outputs = llm.generate(prompts, SamplingParams(n=8, temperature=1.0, logprobs=1))
+    batches = parse_vllm_outputs(outputs, group_size=8, reward_fn=f)
+    for b in batches:
+        b.compute_advantages()
+    model, optimizer = wm.as_trainable()
+    train(model, optimizer, batches)
+"""
+SCRIPT_A = """
+import sys
+from lightrl import RolloutServer
+RolloutServer(sys.argv[1], queue_address=sys.argv[2]).run(["w5 w9", "w7", "w8 w3"])
+"""
+SCRIPT_B = """
+worker = TrainWorker(path, queue_address, lr=1e-3)
+for batches in worker.pull_rollouts():
+    for b in batches:
+        for rollout in b:
+            rollout.reward = f(rollout.text)
+        b.compute_advantages()
+    train(worker.model, worker.optimizer, batches)
+    worker.sync_weights()
+    pulled.append(len(batches))
+    if len(pulled) == 3:
+        break
+"""
+
+
+def f(completion: str) -> float:
+    return float(len(completion.split()) % 3)
+
+
+def four_passes(model: Any, optimizer: Any, batches: Any) -> None:
+    from lightrl import clipped_policy_loss, get_logprobs
+
+    for _ in range(4):
+        for rollout in [r for b in batches for r in b][:8]:
+            out = model(rollout.token_ids, output_hidden_states=True)
+            new_logprobs = get_logprobs(out.logits, rollout.token_ids)
+            loss = clipped_policy_loss(new_logprobs, rollout.old_logprobs, rollout.advantage)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+def run_as_written(program: str, **names: Any) -> None:
+    import vllm
+
+    import lightrl
+
+    public = {name: getattr(lightrl, name) for name in lightrl.__all__}
+    exec(program, public | {"SamplingParams": vllm.SamplingParams, "f": f, "train": four_passes} | names)
+
+
+def test_the_colocated_program_of_the_first_design(folder: Path) -> None:
+    run_as_written(COLOCATED, path=folder, prompts=["w5 w9", "w7"])
+
+
+def test_the_async_program_of_the_first_design(folder: Path, tmp_path: Path) -> None:
+    address, pulled = f"ipc://{tmp_path}/queue.sock", []
+    with server("-c", SCRIPT_A, str(folder), address):
+        run_as_written(SCRIPT_B, path=folder, queue_address=address, pulled=pulled)
+        assert pulled == [8, 8, 8]
+        gc.collect()
 
 
 # -- two ranks ---------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ def main(steps: int = 20, out: str = "runs/own_the_loop") -> list[float]:
     task, shuffle = write_task(out), random.Random(0)
     manager = WeightManager(task.model_dir, lr=1e-3)
     head = nn.Linear(manager.model.config.hidden_size, 1)
-    manager.optimizer.add_param_group({"params": head.parameters(), "lr": 1e-2})
+    manager.optimizer.add_param_group({"params": head.parameters(), "lr": 1e-3})
     data, errors = chat_prompts(task), []
     for step in range(steps):
         prompts, truths = zip(*shuffle.sample(data, 16), strict=True)
