@@ -136,11 +136,15 @@ class WeightManager(Trainable):
 
         Without it the engine ends when nobody holds manager and ``LLM`` any more.
         """
-        self.switch_to_train()
-        if self._swap is not None:
-            self._collected.detach()
-            self._swap.engine.close()
-            self._swap = self._pushed = None
+        swap, self._swap, self._pushed = self._swap, None, None
+        if swap is None:
+            return
+        self._collected.detach()
+        try:
+            swap.engine.close()
+        finally:
+            swap.take_back()
+            self._turn.now = "trainer"
 
     def _build(self, engine_args: dict[str, Any]) -> Swap:
         from lightrl.engines.vllm import VLLMEngine

@@ -71,9 +71,12 @@ class EngineClient:
         """Return as soon as the engine is between two steps."""
         return await self._ask(Pong, [messages.encode(messages.Ping())])
 
-    async def task(self, page: int) -> Task:
-        """Return a page of the prompts that a rollout server has."""
-        return await self._ask(Task, [messages.encode(messages.Ask(page))])
+    async def task(self) -> list[Task]:
+        """Return the prompts that a rollout server has, in pages."""
+        pages: list[Task] = []
+        while not pages or len(pages) < pages[0].pages:
+            pages.append(await self._ask(Task, [messages.encode(messages.Ask(len(pages)))]))
+        return pages
 
     def generate(self, requests: list[Request]) -> list[asyncio.Future[Output]]:
         """Submit requests; each future ends with its output, or with :class:`EngineLostError`."""

@@ -145,11 +145,8 @@ class EnginePool(LoopThread):
         return scores
 
     async def task(self) -> list[Task]:
-        """Return all pages of the prompts that the first engine, a rollout server, has; the pool has to stand."""
-        client = self._engines[0].client
-        assert client is not None
-        first = await client.task(0)
-        return [first, *[await client.task(i) for i in range(1, first.pages)]]
+        """Return the prompts that the first engine, a rollout server, has, in pages; the pool has to stand."""
+        return await self._engines[0].client.task()  # type: ignore[union-attr]
 
     async def _hold(self) -> None:
         for engine in self._engines:
