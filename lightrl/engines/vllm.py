@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,15 +90,12 @@ class VLLMEngine:
             "enable_sleep_mode": device.type == "cuda",
             **(engine_args or {}),
         }
-        make_lone_group(device.type)
-        try:
+        gc.collect()  # an engine that nobody holds any more ends now, and not while the next takes its memory
+        with compat.groups_held() as held:
+            make_lone_group(device.type)
             with forked_rng(0), compat.process_kept(), compat.torchrun_environment(rank(), local_rank, world_size()):
                 self.llm: Any = vllm.LLM(**args)
-        except BaseException:
-            self._config.cleanup()
-            compat.drop_groups()
-            raise
-        self._end = compat.end_with(self.llm)
+        self._end = compat.end_with(self.llm, held)
         self._asleep = False
         self._loader: Any = loader_of(self.llm, self._tp_rank)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
 from lightrl.engines import messages, secure
-from lightrl.engines.messages import EngineSpec, Finished, Loaded, Output, Pong, Ready, Request, Scored
+from lightrl.engines.messages import EngineSpec, Finished, Loaded, Output, Pong, Ready, Request, Scored, Task
 from lightrl.engines.staging import Shipment
 
 _ENDS = (
@@ -75,6 +75,13 @@ class EngineClient:
     async def ping(self) -> Pong:
         """Return as soon as the engine is between two steps."""
         return await self._ask(Pong, [messages.encode(messages.Ping())])
+
+    async def task(self) -> list[Task]:
+        """Return the prompts that a rollout server has, in pages."""
+        pages: list[Task] = []
+        while not pages or len(pages) < pages[0].pages:
+            pages.append(await self._ask(Task, [messages.encode(messages.Ask(len(pages)))]))
+        return pages
 
     def generate(
         self, requests: list[Request], note: Callable[[Output], None] | None = None

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import zmq.asyncio
 from torch import Tensor
 
-from lightrl.engines.messages import EngineSpec, Output, Request
+from lightrl.engines.messages import EngineSpec, Output, Request, Task
 from lightrl.engines.staging import Shipment
 from lightrl.pools.client import EngineClient, EngineLostError
 from lightrl.pools.launchers import Launcher
@@ -152,6 +152,10 @@ class EnginePool(LoopThread):
                         scores.append(await engine.client.score(sequences))
             await asyncio.sleep(0)  # or the supervisor would never get to see it
         return scores
+
+    async def task(self) -> list[Task]:
+        """Return the prompts that the first engine, a rollout server, has, in pages; the pool has to stand."""
+        return await self._engines[0].client.task()  # type: ignore[union-attr]
 
     async def _hold(self) -> None:
         for engine in self._engines:
