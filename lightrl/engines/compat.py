@@ -140,6 +140,16 @@ def sampled_so_far(llm: Any) -> dict[str, int]:
     }
 
 
+def sampled_by(llm: Any) -> dict[str, tuple[list[int], list[float]]]:
+    """Return token ids and logprobs that each unfinished request has sampled, by the id that the request was given."""
+    found = {}
+    for rid, state in llm.llm_engine.output_processor.request_states.items():
+        ids, logprobs = list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs
+        values = list(logprobs.logprobs) if logprobs is not None else []
+        found[getattr(state, "external_req_id", None) or rid] = (ids[: len(values)], values)
+    return found
+
+
 def repack_tied_head(model: torch.nn.Module) -> None:
     """Have a tied head on the CPU take over the embedding's values: it keeps a packed copy that no reload touches."""
     for module in model.modules():

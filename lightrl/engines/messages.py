@@ -145,6 +145,10 @@ class Ping(Struct, tag=True, frozen=True):
     """Answer :class:`Pong` between two steps."""
 
 
+class Look(Struct, tag=True, frozen=True):
+    """Answer with :class:`Running` for each request that runs and has tokens, and then with :class:`Looked`."""
+
+
 class Ask(Struct, tag=True, frozen=True):
     """Send that page of the prompts that rollouts are wanted of: :class:`Task`."""
 
@@ -181,6 +185,16 @@ class Scored(Struct, tag=True, frozen=True):
     logprobs: list[bytes]
 
 
+class Running(Struct, tag=True, frozen=True):
+    """What has been sampled so far of a completion that has not ended."""
+
+    output: Output
+
+
+class Looked(Struct, tag=True, frozen=True):
+    """All that runs was told."""
+
+
 class Pong(Struct, tag=True, frozen=True):
     """Answer to :class:`Ping`."""
 
@@ -212,8 +226,8 @@ class Failed(Struct, tag=True, frozen=True):
     reason: str
 
 
-FromTrainer = Configure | Generate | Abort | Push | Chunk | Score | Ping | Ask | Stop
-FromEngine = Ready | Finished | Loaded | Scored | Pong | Task | Failed
+FromTrainer = Configure | Generate | Abort | Push | Chunk | Score | Ping | Look | Ask | Stop
+FromEngine = Ready | Finished | Loaded | Scored | Running | Looked | Pong | Task | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _from_trainer: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)

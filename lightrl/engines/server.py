@@ -22,7 +22,7 @@ import torch
 import zmq
 
 from lightrl.engines import messages, secure
-from lightrl.engines.messages import Abort, Ask, Chunk, Configure, EngineSpec, Generate, Ping, Push, Score, Stop
+from lightrl.engines.messages import Abort, Ask, Chunk, Configure, EngineSpec, Generate, Look, Ping, Push, Score, Stop
 from lightrl.engines.staging import Staging
 
 _IDLE_MS = 200
@@ -82,20 +82,20 @@ class EngineServer:
 
     def _turn(self) -> None:
         busy = self._engine is not None and self._engine.busy
-        if self._socket.poll(0 if busy else _IDLE_MS):
-            self._receive()
-        elif busy:
+        if self._socket.poll(0 if busy else _IDLE_MS) and not isinstance(self._receive(), Chunk):
+            return  # requests that came together begin together
+        if busy:  # between any two pieces of weights too, of which there may be many
             for output in self._engine.step():
                 self._send(messages.Finished([output]))  # one by one: all that end at once may not fit in a frame
 
-    def _receive(self) -> None:
+    def _receive(self) -> messages.FromTrainer | None:
         sender, *frames = self._socket.recv_multipart(copy=False)
         sender = sender.bytes
         try:
             message = messages.from_trainer(frames[0].buffer if frames else b"")
         except (msgspec.DecodeError, RecursionError) as error:
             self._refuse(sender, f"a message that is none of ours: {error}")
-            return
+            return None
         if isinstance(message, Configure):
             self._configure(sender, message)
         elif sender != self._trainer:
@@ -105,6 +105,7 @@ class EngineServer:
                 self._handle(message, frames)
             except RefusedError as error:
                 self._refuse(sender, str(error))
+        return message
 
     def _refuse(self, sender: bytes, what: str) -> None:
         """What a peer sends must not end the engine; but the peer must not wait for an answer either."""
@@ -140,9 +141,7 @@ class EngineServer:
     def _handle(self, message: messages.FromTrainer, frames: list[Any]) -> None:
         match message:
             case Generate():
-                for request in message.requests:
-                    with _refusing(f"request {request.id!r}"):
-                        self._engine.submit(request)
+                self._submit(message)
             case Abort():
                 self._engine.abort(message.ids)
             case Score():
@@ -154,6 +153,8 @@ class EngineServer:
                     self._begin(message)
             case Chunk():
                 self._add(message, frames)
+            case Look():
+                self._tell_running()
             case Ping():
                 self._send(messages.Pong())
             case Ask():
@@ -161,11 +162,21 @@ class EngineServer:
             case Stop():
                 self._stopped = True
 
+    def _submit(self, message: Generate) -> None:
+        for request in message.requests:
+            with _refusing(f"request {request.id!r}"):
+                self._engine.submit(request)
+
     def _begin(self, push: Push) -> None:
         if push.shared is None:
             self._staging = Staging(push, self._engine.device)
         else:
             self._loaded(push.version, self._engine.load_shared(push))
+
+    def _tell_running(self) -> None:
+        for output in self._engine.running():
+            self._send(messages.Running(output))
+        self._send(messages.Looked())
 
     def _add(self, chunk: Chunk, frames: list[Any]) -> None:
         staging, self._staging = self._staging, None  # a push with a piece that is refused is over

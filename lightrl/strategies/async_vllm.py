@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from datetime import timedelta
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,12 +15,13 @@ from typing_extensions import override
 from lightrl.distributed import all_objects, from_rank_zero, rank
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.messages import EngineSpec
+from lightrl.partial import completion
 from lightrl.pools.launchers import Launcher
 from lightrl.pools.outbox import Outbox, Transport, check_transport
 from lightrl.pools.placement import make_launcher
 from lightrl.pools.pool import EnginePool
 from lightrl.pools.publisher import Publisher
-from lightrl.producer import RolloutProducer, Work, completion, request, restore
+from lightrl.producer import RolloutProducer, Work, request
 from lightrl.queue import RolloutQueue
 from lightrl.rng import derive_seed
 from lightrl.strategies.base import RolloutStrategy
@@ -66,13 +67,12 @@ class AsyncVLLMStrategy(RolloutStrategy):
         push_timeout: seconds that an engine may take to load weights before it counts as lost.
         answer_timeout: seconds that a serving engine may stand still before it counts as lost. (One whose process or
             host is gone or stopped is noticed within five.)
-        rollout_timeout: seconds that training waits for a batch. Collectives (``timeout``) get more time than any wait.
+        rollout_timeout: seconds that training waits for a batch. Phases (``timeout``) get more time than these waits.
         sync_every: see :class:`RolloutStrategy`.
         kwargs: see :class:`RolloutStrategy`.
 
     Raises:
-        ValueError: an argument is out of range, ``sync_every`` leaves weights older than ``max_staleness`` allows, or
-            ``timeout`` ends a collective before rank 0 may be back.
+        ValueError: an argument is out of range, or ``sync_every`` leaves weights older than ``max_staleness`` allows.
     """
 
     overlaps = True
@@ -98,15 +98,16 @@ class AsyncVLLMStrategy(RolloutStrategy):
         sync_every: int = 1,
         **kwargs: Any,
     ) -> None:
-        # Rank 0 waits for engines while the others wait for it in a collective: they must not give up first.
-        start, push = start_timeout * (1 + max_restarts), start_timeout + push_timeout * num_engines
-        longest = timedelta(seconds=max(start, push, rollout_timeout) + _MARGIN_SECONDS)
-        if kwargs.setdefault("timeout", longest) < longest:
-            raise ValueError(
-                f"timeout={kwargs['timeout']} of the process group is less than rank 0 may wait for engines and "
-                f"rollouts: leave it out, which gives {longest}, or lower rollout_timeout and start_timeout"
-            )
-        super().__init__(sync_every=sync_every, **kwargs)
+        # Each wait has its own error, which says more than that a phase, or then a collective, took too long.
+        waits = {
+            "setup": start_timeout * (1 + max_restarts),
+            "push": start_timeout + push_timeout * num_engines,
+            "generate": rollout_timeout,
+        }
+        timeout = kwargs.pop("timeout", {})
+        if isinstance(timeout, Mapping):
+            timeout = {name: seconds + _MARGIN_SECONDS for name, seconds in waits.items()} | dict(timeout)
+        super().__init__(sync_every=sync_every, timeout=timeout, **kwargs)
         if max_staleness < 0:
             raise ValueError(f"max_staleness={max_staleness} must be 0 or more: it counts optimizer steps")
         if sync_every > max_staleness + 1:
@@ -252,7 +253,7 @@ class AsyncVLLMStrategy(RolloutStrategy):
         )
         self._producer = RolloutProducer(self._require_pool(), queue, work, self.rollout_timeout)
         if state:
-            restore(queue, self._producer.rows, state)
+            self._producer.restore(state)
         self._producer.start()
         return self._producer
 
