@@ -174,8 +174,10 @@ class RolloutStream:
     def validation_batch(self, prompts: list[Prompt], i: int, size: int) -> RolloutBatch:
         """Return batch ``i``, of ``size`` prompts on each rank: every prompt is in one batch on one rank."""
         share = range(rank(), len(prompts), world_size())[i * size : (i + 1) * size]
-        places = [j - i * size * world_size() for j in share]
-        sampling = self._sampling("val", i, self.data.val_group_size, self.data.val_temperature, places)
+        sampling = self._sampling("val", i, self.data.val_group_size, self.data.val_temperature, ())
+        if self.data.deterministic:  # by prompt: the same samples in batches of any size, on any number of ranks
+            sampling = replace(sampling, prompt_seeds=tuple(derive_seed(self.seed, "val", j) for j in share))
+        sampling = for_validation(self._trainer, sampling)
         return self.source().rollout([prompts[j] for j in share], sampling)
 
     def _sampling(self, kind: str, batch: int, n: int, temperature: float, places: Sequence[int]) -> Sampling:
@@ -246,3 +248,11 @@ class RolloutStream:
         self.seed = self.order.seed
         self.batches, self.step = state["batches"], state["step"]
         self.current = rollouts_from_state(current[rank()]) if len(current) == world_size() else None
+
+
+def for_validation(trainer: Any, sampling: Sampling) -> Sampling:
+    """Return how validation prompts are sampled: a callback may have a say in it (``RolloutEvaluation`` does)."""
+    for callback in trainer.callbacks:
+        if hasattr(callback, "validation_sampling"):
+            sampling = callback.validation_sampling(sampling)
+    return sampling

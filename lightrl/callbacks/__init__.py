@@ -1,5 +1,19 @@
 """Callbacks that watch a run."""
 
+from lightrl.callbacks.adaptive_kl import AdaptiveKL
+from lightrl.callbacks.kl_monitor import KLMonitor
+from lightrl.callbacks.rollout_evaluation import RolloutEvaluation
+from lightrl.callbacks.rollout_logger import RolloutLogger
 from lightrl.callbacks.sample_table import SampleTable
+from lightrl.callbacks.staleness_monitor import StalenessMonitor
+from lightrl.callbacks.throughput_monitor import ThroughputMonitor
 
-__all__ = ["SampleTable"]
+__all__ = [
+    "AdaptiveKL",
+    "KLMonitor",
+    "RolloutEvaluation",
+    "RolloutLogger",
+    "SampleTable",
+    "StalenessMonitor",
+    "ThroughputMonitor",
+]
