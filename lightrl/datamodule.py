@@ -90,8 +90,8 @@ class RolloutDataModule(LightningDataModule):
         seed: int | None = None,
         deterministic: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        environment: Episodes | EnvironmentFactory | str | None = None,
-        curriculum: Curriculum | str | None = None,
+        environment: str | Episodes | EnvironmentFactory | None = None,
+        curriculum: str | Curriculum | None = None,
     ) -> None:
         super().__init__()
         counts = {

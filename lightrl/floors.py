@@ -12,6 +12,9 @@ from lightning.fabric.utilities.throughput import get_available_flops
 from lightrl.memory import ModelSize
 from lightrl.types import Rollout
 
+STAGES = ("generate", "reward", "train", "sync", "swap", "wait", "other")
+"""Parts of a rollout batch's wall time: ``wait`` is for rollouts that are sampled ahead, ``other`` what is left."""
+
 
 @dataclass(frozen=True, slots=True)
 class Hardware:

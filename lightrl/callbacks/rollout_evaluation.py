@@ -54,7 +54,7 @@ class RolloutEvaluation(Callback):
         max_completion_tokens: int | None = None,
         threshold: float = 1.0,
         term: str | None = None,
-        answer: Callable[[str], str | None] | str | None = None,
+        answer: str | Callable[[str], str | None] | None = None,
     ) -> None:
         ks = [k] if isinstance(k, int) else sorted(set(k))
         if not ks:

@@ -57,7 +57,8 @@ class RolloutLogger(Callback):
 
     @override
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self.file is None and not any(takes_samples(logger) for logger in trainer.loggers):
+        dry = trainer.fast_dev_run  # type: ignore[attr-defined]
+        if self.file is None and not dry and not any(takes_samples(logger) for logger in trainer.loggers):
             names = ", ".join(type(logger).__name__ for logger in trainer.loggers) or "no logger"
             raise ValueError(
                 f"RolloutLogger(file=None) with {names}: nothing takes samples. Use file='jsonl', or a logger with "
@@ -101,7 +102,7 @@ class RolloutLogger(Callback):
     def _write(self, trainer: pl.Trainer, split: str, rows: list[dict[str, Any]]) -> None:
         step = trainer.global_step
         rows = [{"step": step, "split": split} | r for theirs in all_objects(rows) for r in theirs]
-        if not trainer.is_global_zero or not rows:
+        if not trainer.is_global_zero or not rows or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         if self.file is not None:
             write_rows(self._folder / FILES[self.file], rows)

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from lightrl.arguments import check_numbers
 from lightrl.distributed import all_sum
-from lightrl.floors import Hardware, generation_bytes, hardware_of, heads_width, push_bytes, training_flops
+from lightrl.floors import STAGES, Hardware, generation_bytes, hardware_of, heads_width, push_bytes, training_flops
 from lightrl.memory import ModelSize, model_size
 from lightrl.meter import Meter, log_step
 from lightrl.packing import StepBatch
@@ -21,8 +21,6 @@ from lightrl.types import Rollout
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-STAGES = ("generate", "reward", "train", "sync", "swap", "wait", "other")
-"""Parts of a rollout batch's wall time: ``wait`` is for rollouts that are sampled ahead, ``other`` what is left."""
 _MEASURED = {
     "time/generate": "generate",
     "time/reward": "reward",

@@ -12,8 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightrl import RLModule
 from lightrl.callbacks import AdaptiveKL, KLMonitor, StalenessMonitor, ThroughputMonitor
 from lightrl.callbacks.staleness_monitor import ages
-from lightrl.callbacks.throughput_monitor import STAGES
-from lightrl.floors import generation_bytes, heads_width, training_flops
+from lightrl.floors import STAGES, generation_bytes, heads_width, training_flops
 from lightrl.memory import model_size
 from lightrl.packing import StepBatch, pack
 from lightrl.strategies import ColocatedHFStrategy

@@ -1,0 +1,131 @@
+"""The commands that run a Trainer: LightningCLI with one more verb and errors that a person can read."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from typing_extensions import override
+
+from lightrl.callbacks.rollout_logger import row, write_rows
+from lightrl.cli.keys import unknown_keys
+from lightrl.datamodule import RolloutDataModule
+from lightrl.distributed import all_objects
+from lightrl.module import RLModule
+
+
+class SamplingTrainer(Trainer):
+    """A Trainer that can also write rollouts to a file."""
+
+    def sample(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule,
+        ckpt_path: str | Path | None = None,
+        out: str = "rollouts.jsonl",
+    ) -> None:
+        """Sample and score the validation prompts, and write each completion to a file.
+
+        ``data.val_group_size`` and ``data.val_temperature`` say how many of each prompt and how warm.
+
+        Args:
+            model: whose policy samples.
+            datamodule: with ``val_prompts``.
+            ckpt_path: checkpoint to load first, a file or a folder; None: the model as it is given.
+            out: ``.jsonl`` or ``.parquet`` file to write.
+
+        Raises:
+            ValueError: ``out`` has another ending, or exists already.
+        """
+        path = Path(out)
+        if path.suffix not in (".jsonl", ".parquet"):
+            raise ValueError(f"out={out!r} must end in .jsonl or .parquet")
+        if path.exists():
+            raise ValueError(f"out={out!r} exists already: give another name, or remove it")
+        batches: Any = self.predict(model, datamodule=datamodule, ckpt_path=ckpt_path)
+        tokenizer = datamodule.tokenizer  # type: ignore[attr-defined]
+        rows = [row(rollout, tokenizer) for batch in batches or [] for rollout in batch]
+        rows = [r for theirs in all_objects(rows) for r in theirs]
+        if self.is_global_zero:
+            write_rows(path, rows)
+            print(f"{len(rows)} completions: {path}")
+
+
+class CommandLine(LightningCLI):
+    """``fit``, ``validate``, ``predict`` and ``sample``, with ``model``, ``data`` and ``trainer`` from a config."""
+
+    def __init__(self, name: str, args: ArgsType) -> None:
+        self.name = name
+        super().__init__(
+            RLModule,
+            RolloutDataModule,
+            trainer_class=SamplingTrainer,
+            subclass_mode_model=True,
+            auto_configure_optimizers=False,
+            save_config_kwargs={"overwrite": True},
+            args=args,
+        )
+
+    @staticmethod
+    @override
+    def subcommands() -> dict[str, set[str]]:
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
+            "validate": {"model", "dataloaders", "datamodule"},
+            "predict": {"model", "dataloaders", "datamodule", "return_predictions"},
+            "sample": {"model", "datamodule"},
+        }
+
+    @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        return super().init_parser(**kwargs | {"exit_on_error": False, "prog": "lightrl"})
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        from jsonargparse import ArgumentError
+
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            known = {
+                action.dest
+                for action in self._subcommand_parsers[self.name]._actions
+                if not action.dest.endswith(".help")
+            }
+            assert isinstance(args, list)
+            wrong = unknown_keys(args[1:], known, RLModule)
+            self._refuse("\n".join(wrong) if wrong else plain(str(error)))
+
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:  # of an argument: what the constructors raise names it and the fix
+            self._refuse(plain(str(error)))
+
+    def _refuse(self, message: str) -> NoReturn:
+        print(f"lightrl {self.name}: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def plain(message: str) -> str:
+    """Return jsonargparse's account of a value that fits no type of a union, without the types and what it holds."""
+    key, found, rest = message.partition("Errors:\n")
+    if not found:
+        return message
+    reasons = [line.strip().removeprefix("- ") for line in rest.split("Given value")[0].splitlines()]
+    kept = [line for line in reasons if line and "NoneType" not in line]
+    place = [key.splitlines()[0]] if key.startswith("Parser key") else []
+    return "\n".join([*place, *kept])
+
+
+def run(name: str, arguments: list[str]) -> int:
+    """Run one of the Trainer's commands."""
+    # Lightning takes arguments that are handed on for a mistake in a script.
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")
+    CommandLine(name, [name, *arguments])
+    return 0
