@@ -49,9 +49,7 @@ def main() -> None:
     args = _arguments()
     seed_everything(args.seed, verbose=False)
     logger = TensorBoardLogger(args.out, name="")
-    said = [*VOCABULARY, "<tool>", "*", *CALL.replace("%d", "0").split(), *map(str, range(82))]
-    words = list(dict.fromkeys(said))
-    tokenizer, model = make_tokenizer(words, CHAT_TEMPLATE), make_model(args.seed, words)
+    tokenizer, model = make_parts(args.seed)
     imitate(model, tokenizer, args.warm_up_steps)
     train, test = split(args.seed)
 
@@ -70,6 +68,13 @@ def main() -> None:
     )
     trainer = make_trainer(args.strategy, args.max_steps, samples_every=20, val_check_interval=5, logger=logger)
     train_and_tell(trainer, module, data, lambda: draw_curve(logger.log_dir, title="Calculator"))
+
+
+def make_parts(seed: int) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
+    """Return the tokenizer and the untrained model."""
+    said = [*VOCABULARY, "<tool>", "*", *CALL.replace("%d", "0").split(), *map(str, range(82))]
+    words = list(dict.fromkeys(said))
+    return make_tokenizer(words, CHAT_TEMPLATE), make_model(seed, words)
 
 
 def split(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

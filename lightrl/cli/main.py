@@ -11,19 +11,19 @@ HELP = """usage: lightrl COMMAND [options]
 
 Reinforcement-learning post-training of language models, on PyTorch Lightning and vLLM.
 
-  lightrl fit -c config.yaml                        train
-  lightrl validate -c config.yaml --ckpt_path CKPT  evaluate on the validation prompts
-  lightrl predict -c config.yaml --ckpt_path CKPT   run over them without keeping anything
-  lightrl sample -c config.yaml --ckpt_path CKPT --out rollouts.jsonl
-                                                    write their scored completions to a file
-  lightrl report RUN                                make RUN/report.html of a run's folder
-  lightrl plan --generate 8 --train 10 --devices 8  is taking turns or asynchronous faster here, and with which split
+  lightrl fit -c config.yaml             train
+  lightrl validate -c config.yaml        evaluate on the validation prompts
+  lightrl predict -c config.yaml         sample and score them, and keep nothing
+  lightrl sample -c config.yaml          sample and score them, and write them to --out rollouts.jsonl
+  lightrl report RUN                     make one HTML page of a run's folder
+  lightrl plan --generate 8 --train 10   take turns or go asynchronous, and with which split of devices
 
-Each setting of a config file is an option too: --trainer.max_steps 100, --model.lr 1e-5, --data.group_size 16.
-A checkpoint is a file or, from several ranks, a folder: every command reads both.
+--ckpt_path CKPT gives validate, predict and sample a trained policy and lets fit go on: a file or,
+from several ranks, a folder. Each setting of a config file is an option too: --trainer.max_steps 100,
+--model.lr 1e-5, --data.group_size 16.
 
-  lightrl COMMAND --help     what a command takes
-  lightrl fit --print_config every setting with its default, as YAML
+  lightrl COMMAND --help                 what a command takes
+  lightrl fit --print_config             every setting with its default, as YAML
 """
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
 from lightrl.callbacks.rollout_logger import row, write_rows
@@ -27,6 +27,7 @@ class SamplingTrainer(Trainer):
         datamodule: LightningDataModule,
         ckpt_path: str | Path | None = None,
         out: str = "rollouts.jsonl",
+        weights_only: bool | None = None,
     ) -> None:
         """Sample and score the validation prompts, and write each completion to a file.
 
@@ -37,6 +38,7 @@ class SamplingTrainer(Trainer):
             datamodule: with ``val_prompts``.
             ckpt_path: checkpoint to load first, a file or a folder; None: the model as it is given.
             out: ``.jsonl`` or ``.parquet`` file to write.
+            weights_only: see ``Trainer.predict``.
 
         Raises:
             ValueError: ``out`` has another ending, or exists already.
@@ -46,13 +48,22 @@ class SamplingTrainer(Trainer):
             raise ValueError(f"out={out!r} must end in .jsonl or .parquet")
         if path.exists():
             raise ValueError(f"out={out!r} exists already: give another name, or remove it")
-        batches: Any = self.predict(model, datamodule=datamodule, ckpt_path=ckpt_path)
+        batches: Any = self.predict(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
         tokenizer = datamodule.tokenizer  # type: ignore[attr-defined]
         rows = [row(rollout, tokenizer) for batch in batches or [] for rollout in batch]
         rows = [r for theirs in all_objects(rows) for r in theirs]
         if self.is_global_zero:
             write_rows(path, rows)
             print(f"{len(rows)} completions: {path}")
+
+
+class KeepConfig(SaveConfigCallback):
+    """Saves the config into the folder of a training run; without a logger there is none."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and trainer.loggers:
+            super().setup(trainer, pl_module, stage)
 
 
 class CommandLine(LightningCLI):
@@ -66,6 +77,7 @@ class CommandLine(LightningCLI):
             trainer_class=SamplingTrainer,
             subclass_mode_model=True,
             auto_configure_optimizers=False,
+            save_config_callback=KeepConfig,
             save_config_kwargs={"overwrite": True},
             args=args,
         )

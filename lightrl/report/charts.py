@@ -116,5 +116,5 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    first, last = math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6)
     return [round(i * step, 12) for i in range(first, last + 1)]

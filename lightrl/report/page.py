@@ -50,7 +50,7 @@ def page(run: Run) -> str:
     style, script = ((assets / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
     steps = max(xs[-1] for xs, _ in run.scalars.values())
     body = [
-        f"<header><h1>{escape(run.folder.name)}</h1><p>{steps} steps, {len(run.scalars)} metrics</p></header>",
+        f"<header><h1>{escape(run.folder.name)}</h1><p>up to step {steps}, {len(run.scalars)} metrics</p></header>",
         f'<section class="headlines">{_headlines(run.scalars)}</section>',
         _section("Curves", _first_charts(run.scalars)),
         _section("Where the time goes", _time(run.scalars)),
@@ -128,7 +128,9 @@ def _samples(rows: list[dict[str, Any]]) -> str:
     lines = [_sample(r, low, high) for r in rows[::-1][::every]]
     kept = f"<p>{len(lines)} of {len(rows)} that were logged, the latest first; from red (lowest reward) to green.</p>"
     buttons = "".join(f'<button data-split="{s}">{s or "all"}</button>' for s in ("", "train", "val"))
-    head = "<tr><th>step</th><th></th><th>reward</th><th>tokens</th><th>prompt</th><th>completion</th></tr>"
+    head = (
+        '<tr><th>step</th><th></th><th>reward</th><th>tokens</th><th class="prompt">prompt</th><th>completion</th></tr>'
+    )
     return (
         f'{kept}<div class="buttons">{buttons}</div><table><thead>{head}</thead><tbody>{"".join(lines)}</tbody></table>'
     )
@@ -138,12 +140,12 @@ def _sample(r: dict[str, Any], low: float, high: float) -> str:
     reward = r["reward"]
     share = 0.5 if reward is None or high <= low else (reward - low) / (high - low)
     terms = escape(str(r["terms"]), quote=True)
-    shown = "-" if reward is None else f"{reward:.3f}"
+    shown, css = ("-", "reward") if reward is None else (f"{reward:.3f}", "reward scored")
     cut = " <i>(truncated)</i>" if r["truncated"] else ""
     prompt, completion = (escape(_shortened(r[part])) for part in ("prompt", "completion"))
     return (
         f'<tr data-split="{escape(r["split"], quote=True)}"><td>{r["step"]}</td><td>{escape(r["split"])}</td>'
-        f'<td class="reward" title="{terms}" style="--share:{share:.3f}">{shown}</td><td>{r["tokens"]}</td>'
+        f'<td class="{css}" title="{terms}" style="--share:{share:.3f}">{shown}</td><td>{r["tokens"]}</td>'
         f"<td><pre>{prompt}</pre></td><td><pre>{completion}</pre>{cut}</td></tr>"
     )
 
