@@ -44,6 +44,9 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
+TOOLS = ToolUse([multiply])
+
+
 def main() -> None:
     """Show the model the form of a call, then let it find out by rewards what to call with."""
     args = _arguments()
@@ -57,7 +60,7 @@ def main() -> None:
     data = RolloutDataModule(
         train * 4,
         reward=exact_match,
-        environment=Episodes(ToolUse([multiply]), max_turns=3, max_turn_tokens=16),
+        environment=Episodes(TOOLS, max_turns=3, max_turn_tokens=16),
         group_size=16,
         prompts_per_step=32,
         max_completion_tokens=40,  # of a whole episode

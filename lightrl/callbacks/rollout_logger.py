@@ -105,7 +105,8 @@ class RolloutLogger(Callback):
         if not trainer.is_global_zero or not rows or trainer.fast_dev_run:  # type: ignore[attr-defined]
             return
         if self.file is not None:
-            write_rows(self._folder / FILES[self.file], rows)
+            name = FILES[self.file]
+            write_rows(self._folder / (name if self.file == "jsonl" else f"{name}/{split}-{step:08d}.parquet"), rows)
         for logger in trainer.loggers:
             log_rows(logger, f"rollouts/{split}", rows, step)
 
@@ -132,14 +133,13 @@ def row(r: Rollout, tokenizer: Any) -> dict[str, Any]:
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Append rows to a file of JSON lines, or, without a suffix, write one parquet file into the folder ``path``."""
+    """Append rows to a file of JSON lines, or write them to a parquet file, as the name's ending says."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix:
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
         with path.open("a") as file:
             file.writelines(json.dumps(r) + "\n" for r in rows)
-        return
-    path.mkdir(exist_ok=True)
-    pq.write_table(pa.Table.from_pylist(rows), path / f"{rows[0]['split']}-{rows[0]['step']:08d}.parquet")
 
 
 def takes_samples(logger: Any) -> bool:

@@ -51,10 +51,12 @@ class RunReport(Callback):
         self._folder = Path(trainer.strategy.broadcast(logger.log_dir))
 
     @override
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if self.every_n_steps is not None and trainer.global_step % self.every_n_steps == 0:
+        # Not at the end of a step, whose metrics reach the loggers after it.
+        done = trainer.global_step
+        if self.every_n_steps is not None and done and done % self.every_n_steps == 0:
             self._write(trainer)
 
     @override

@@ -13,9 +13,11 @@ from typing_extensions import override
 
 from lightrl.callbacks.rollout_logger import row, write_rows
 from lightrl.cli.keys import unknown_keys
+from lightrl.cli.measure import measured_step
 from lightrl.datamodule import RolloutDataModule
 from lightrl.distributed import all_objects
 from lightrl.module import RLModule
+from lightrl.planning import make_plan
 
 
 class SamplingTrainer(Trainer):
@@ -56,6 +58,32 @@ class SamplingTrainer(Trainer):
             write_rows(path, rows)
             print(f"{len(rows)} completions: {path}")
 
+    def plan(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule,
+        batches: int = 4,
+        max_staleness: int = 1,
+        planned_devices: int | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Measure a few steps in turns and say whether an asynchronous run is faster, and with which split.
+
+        Args:
+            model: what would be trained; it is, for these steps, and nothing is saved.
+            datamodule: as it would be trained on.
+            batches: rollout batches to measure, the first of which warms up; as many again at half the size.
+            max_staleness: of the asynchronous run.
+            planned_devices: devices to plan for, if each is to do as much as one here does; None: those measured on.
+            ckpt_path: checkpoint to go on from: completions are as long as its policy makes them.
+            weights_only: see ``Trainer.fit``.
+        """
+        loading = {"ckpt_path": ckpt_path, "weights_only": weights_only}
+        step = measured_step(self, model, datamodule, batches, **loading)  # type: ignore[arg-type]
+        if self.is_global_zero:
+            print(make_plan(step, planned_devices or self.num_devices * self.num_nodes, max_staleness).table())
+
 
 class KeepConfig(SaveConfigCallback):
     """Saves the config into the folder of a training run; without a logger there is none."""
@@ -90,6 +118,7 @@ class CommandLine(LightningCLI):
             "validate": {"model", "dataloaders", "datamodule"},
             "predict": {"model", "dataloaders", "datamodule", "return_predictions"},
             "sample": {"model", "datamodule"},
+            "plan": {"model", "datamodule"},
         }
 
     @override
