@@ -7,6 +7,9 @@ ifeq ($(PYTHON),$(VENV)/bin/python)
 READY := $(VENV)/.ready
 endif
 
+# Two processes: most of what tests wait for is one core, and a file's fixtures (engines, say) are made once.
+TWO := -n 2 --dist loadfile
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-fast test-gpu lint format bench clean
 
@@ -22,12 +25,12 @@ demo: $(READY) ## train a tiny model with GRPO and vLLM
 	$(PYTHON) -m examples.tiny.run
 
 test: $(READY) ## all tests that do not need a GPU
-	$(PYTHON) -m pytest -q -m "not vllm and not slow and not gpu"
-	$(PYTHON) -m pytest -q -m "slow and not vllm and not gpu"
-	$(PYTHON) -m pytest -q -m "vllm and not gpu"
+	$(PYTHON) -m pytest -q $(TWO) -m "not vllm and not slow and not gpu"
+	$(PYTHON) -m pytest -q $(TWO) -m "slow and not vllm and not gpu"
+	$(PYTHON) -m pytest -q $(TWO) -m "vllm and not gpu"
 
 test-fast: $(READY) ## the tests that take seconds
-	$(PYTHON) -m pytest -q -x -m "not vllm and not slow and not gpu"
+	$(PYTHON) -m pytest -q -x $(TWO) -m "not vllm and not slow and not gpu"
 
 test-gpu: $(READY) ## the tests that need an NVIDIA GPU
 	$(PYTHON) -m pytest -q -m gpu

@@ -16,8 +16,8 @@ NAMES = ("GRPO", "DrGRPO", "DAPO", "RLOO", "REINFORCEPlusPlus", "GSPO", "CISPO",
 STEPS, BAR, EVERY = 60, 0.8, 10
 
 
-def train(name: str, steps: int, strategy: Any, out: Path, **module_args: Any) -> dict[str, Any]:
-    """Train one algorithm as examples/tiny does, and return its figures and curves."""
+def train(name: str, steps: int, strategy: Any, out: Path, seed: int = 0, **module_args: Any) -> dict[str, Any]:
+    """Train one algorithm as examples/tiny does, but for ``module_args``, and return its figures and curves."""
     from lightning.pytorch import seed_everything
     from lightning.pytorch.loggers import TensorBoardLogger
 
@@ -27,9 +27,9 @@ def train(name: str, steps: int, strategy: Any, out: Path, **module_args: Any) -
     from lightrl import algorithms
     from lightrl.report import read_scalars
 
-    seed_everything(0, verbose=False)
+    seed_everything(seed, verbose=False)
     task, logger = write_task(out), TensorBoardLogger(out, name="")
-    module = getattr(algorithms, name)(task.model_dir, lr=1e-3, **module_args)
+    module = getattr(algorithms, name)(task.model_dir, **{"lr": 1e-3} | module_args)
     data = make_data(task)
     trainer = make_trainer(
         strategy, steps, samples_every=None, val_check_interval=EVERY, logger=logger, enable_progress_bar=False

@@ -63,7 +63,7 @@ def measure() -> tuple[list[float], list[tuple[int, float]]]:
     from lightrl.engines.vllm import engine_config
     from lightrl.pools.launchers import LocalLauncher
     from lightrl.pools.pool import EnginePool
-    from lightrl.weights.source import iter_weights
+    from lightrl.weights.source import PolicyWeights
 
     policy = model()
     pool = EnginePool(LocalLauncher(), EngineSpec(engine_config(policy).to_dict(), "float32", max_model_len=TOKENS + 8))
@@ -71,14 +71,14 @@ def measure() -> tuple[list[float], list[tuple[int, float]]]:
     prompts = [[4 + i, 5, 6] for i in range(REQUESTS)]
     try:
         pool.start()
-        pool.push(Shipment(iter_weights(policy, torch.float32), 0, recompute_kv=True))
+        pool.push(Shipment(PolicyWeights(policy, torch.float32), 0, recompute_kv=True))
         for version in range(1, PUSHES + 1):
             requests = [Request(f"{version}.{i}", p, TOKENS) for i, p in enumerate(prompts)]  # nothing ends them early
             running = asyncio.run_coroutine_threadsafe(pool.generate(requests), pool.loop)
             time.sleep(0.15)
             changed(policy, version)
             policies.append(copy.deepcopy(policy))
-            pool.push(Shipment(iter_weights(policy, torch.float32), version, recompute_kv=True))
+            pool.push(Shipment(PolicyWeights(policy, torch.float32), version, recompute_kv=True))
             pauses += pool.pauses
             found += gaps(running.result(60), prompts, policies)
     finally:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lightrl.distributed import all_objects, from_rank_zero, rank, world_size
+from lightrl.environments.ahead import EpisodesAhead
 from lightrl.producer import Produced, RolloutProducer, Work
-from lightrl.types import Completion, Prompt, RolloutBatch, RolloutGroup
+from lightrl.types import Prompt, RolloutBatch, RolloutGroup
 
 if TYPE_CHECKING:
     from lightrl.stream import RolloutStream
@@ -26,9 +27,12 @@ class RolloutsAhead:
 
     def next_batch(self) -> tuple[RolloutBatch, RolloutBatch]:
         """Return this rank's share of the next batch, and of all that was sampled for it (a collective)."""
-        produced: Produced = from_rank_zero(self._next)
         data = self._stream.data
         strategy: Any = data.trainer.strategy  # type: ignore[union-attr]
+        with strategy.phase("generate"):
+            produced: Produced = from_rank_zero(self._next)
+        if missing := data.prompts_per_step - len(produced.groups):
+            self._stream.warn_of_few(missing)
         groups, refused = (g[rank() :: world_size()] for g in (produced.groups, produced.refused))
         for group_id, group in enumerate(groups):
             for rollout in group.rollouts:
@@ -54,11 +58,6 @@ class RolloutsAhead:
 
     def _work(self) -> Work:
         stream, module = self._stream, self._stream.module
-        if stream.data.episodes is not None:
-            raise ValueError(
-                "environment=... needs a strategy that takes turns with training so far: use 'colocated_vllm' or "
-                "'colocated_hf' in place of 'async_vllm'"
-            )
         assert stream.order is not None
         rounds = module.max_sampling_rounds
         return Work(
@@ -68,12 +67,20 @@ class RolloutsAhead:
             seed=stream.seed,
             deterministic=stream.data.deterministic,
             score=self._score,
+            episodes=self._episodes(),
             keep=module.keep_group if rounds > 1 else lambda group: True,
             most_refused=(rounds - 1) * stream.data.prompts_per_step,
         )
 
-    def _score(self, prompts: list[Prompt], completions: list[list[Completion]]) -> list[RolloutGroup]:
-        return self._stream.source().graded(prompts, completions)
+    def _episodes(self) -> EpisodesAhead | None:
+        data = self._stream.data
+        if data.episodes is None:
+            return None
+        assert data.tokenizer is not None
+        return EpisodesAhead(data.episodes, data.tokenizer, data.chat_arguments, self._stream.sampling_of_training())
+
+    def _score(self, prompts: list[Prompt], sampled: list[list[Any]]) -> list[RolloutGroup]:
+        return self._stream.source().graded(prompts, sampled)
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the producer's state, of rank 0, on every rank (all ranks call it together)."""

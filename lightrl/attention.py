@@ -7,105 +7,23 @@ A prefix that several sequences share lies in the row once: each of them looks a
 
 from __future__ import annotations
 
-import inspect
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lightrl.layout import SequenceLayout, Spans
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAME = "lightrl_packed"
-_ROW_SLACK = 1.3  # rows up to this much longer share a block: few blocks, little padding
-
-
-@dataclass(frozen=True, slots=True)
-class Block:
-    """B pieces of like length that continue the same prefix, or none."""
-
-    index: Tensor
-    """int64 [B, L]: tokens. Padding repeats the piece's last: a causal row never looks at what comes after it."""
-    real: Tensor
-    """bool [B, L]: False where padded."""
-    prefix: slice
-    """Tokens before the pieces, empty where they begin their sequence."""
-
-
-class SequenceLayout:
-    """Where the pieces of a packed row begin and end, and which continue which.
-
-    Args:
-        lengths: pieces' lengths in tokens; their sum is T.
-        device: where the index tensors live.
-        prefixes: for each piece, the earlier piece that it continues, or -1; None: each is a sequence of its own. What
-            is continued continues nothing itself.
-    """
-
-    def __init__(
-        self, lengths: list[int], device: torch.device | str = "cpu", prefixes: list[int] | None = None
-    ) -> None:
-        self.lengths = lengths
-        self.prefixes = [-1] * len(lengths) if prefixes is None else prefixes
-        self.device = torch.device(device)
-        self.max_length = max(lengths)
-        self.cu_seqlens = self._cumulative(lengths)
-        self._starts = [0, *itertools.accumulate(lengths)]
-        self._blocks: list[Block] | None = None
-        self._inverse: Tensor | None = None
-
-    def _cumulative(self, lengths: list[int]) -> Tensor:
-        return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(self.device, torch.int32)
-
-    def _span(self, piece: int) -> slice:
-        return slice(self._starts[piece], self._starts[piece + 1]) if piece >= 0 else slice(0, 0)
-
-    @cached_property
-    def keys(self) -> tuple[Tensor | None, Tensor, int]:
-        """What each piece looks at, its prefix and itself, end to end: token index, cumulative lengths, the longest.
-
-        The index is None where every piece looks at itself only: the keys are the row as it lies.
-        """
-        if max(self.prefixes) < 0:
-            return None, self.cu_seqlens, self.max_length
-        spans = [(self._span(p), self._span(i)) for i, p in enumerate(self.prefixes)]
-        index = torch.cat([torch.arange(s.start, s.stop) for pair in spans for s in pair])
-        lengths = [sum(s.stop - s.start for s in pair) for pair in spans]
-        return index.to(self.device), self._cumulative(lengths), max(lengths)
-
-    def blocks(self) -> tuple[list[Block], Tensor]:
-        """Return pieces in blocks, and the way back: an index [T] into the real tokens of all blocks end to end."""
-        if self._blocks is None or self._inverse is None:
-            sizes = torch.tensor(self.lengths)
-            self._blocks, flat = [], []
-            for prefix in sorted(set(self.prefixes)):
-                alike = [i for i, p in enumerate(self.prefixes) if p == prefix]
-                for chosen in _like_lengths([self.lengths[i] for i in alike]):
-                    members = [alike[i] for i in chosen]
-                    size = sizes[members][:, None]
-                    column = torch.arange(int(size.max()))
-                    starts = torch.tensor([self._starts[i] for i in members])[:, None]
-                    index, real = starts + torch.minimum(column, size - 1), column < size
-                    flat.append(index[real])
-                    self._blocks.append(Block(index.to(self.device), real.to(self.device), self._span(prefix)))
-            self._inverse = torch.cat(flat).argsort().to(self.device)
-        return self._blocks, self._inverse
-
-
-def _like_lengths(lengths: list[int]) -> list[list[int]]:
-    blocks: list[list[int]] = []
-    for i in sorted(range(len(lengths)), key=lengths.__getitem__):
-        if blocks and lengths[i] <= max(_ROW_SLACK * lengths[blocks[-1][0]], 16):
-            blocks[-1].append(i)
-        else:
-            blocks.append([i])
-    return blocks
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def _band(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
@@ -135,25 +53,22 @@ def _padded_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, s
     return torch.cat(outputs).index_select(0, inverse)
 
 
-def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, layout: SequenceLayout, scale: float, window: int) -> Tensor:
+def _varlen_attention(q: Tensor, k: Tensor, v: Tensor, spans: Spans, scale: float, window: int) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    index, cu_keys, longest = layout.keys
-    if index is not None:
-        k, v = k.index_select(0, index), v.index_select(0, index)
+    if spans.key_index is not None:
+        k, v = k.index_select(0, spans.key_index), v.index_select(0, spans.key_index)
     # The kernel lines up the last query with the last key, window included (flash attention since 2.1).
     left = window - 1 if window > 0 else -1
-    # Older torch takes fewer key heads without being told.
-    told = "enable_gqa" in inspect.signature(varlen_attn).parameters and q.shape[1] != k.shape[1]
-    gqa: dict[str, Any] = {"enable_gqa": True} if told else {}
+    gqa: dict[str, Any] = {"enable_gqa": True} if spans.told and q.shape[1] != k.shape[1] else {}
     out: Any = varlen_attn(
         q,
         k,
         v.contiguous(),
-        layout.cu_seqlens,
-        cu_keys,
-        layout.max_length,
-        longest,
+        spans.cu_queries,
+        spans.cu_keys,
+        spans.longest_query,
+        spans.longest_key,
         scale=scale,
         window_size=(left, 0),
         **gqa,
@@ -169,6 +84,7 @@ def packed_attention(
     attention_mask: Tensor | None,
     *,
     layout: SequenceLayout,
+    spans: Spans | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
@@ -185,6 +101,7 @@ def packed_attention(
         value: like ``key``.
         attention_mask: None: ``layout`` says all.
         layout: borders of the sequences.
+        spans: ``layout.spans``, for the kernel of a GPU.
         scaling: factor on the scores; None: 1 / sqrt(head size).
         sliding_window: look at most this many tokens back, the token itself included.
         softcap: refused.
@@ -205,15 +122,22 @@ def packed_attention(
         )
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
     scale = q.shape[-1] ** -0.5 if scaling is None else scaling
-    fast = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-    attend = _varlen_attention if fast else _padded_attention
-    return attend(q, k, v, layout, scale, sliding_window or 0)[None], None
+    window = sliding_window or 0
+    if spans is not None and q.dtype in _HALF:
+        return _varlen_attention(q, k, v, spans, scale, window)[None], None
+    return _padded_attention(q, k, v, layout, scale, window)[None], None
 
 
-@cache
-def _outside_graphs() -> Callable[..., Any]:
-    """Return the attention, kept out of compiled graphs: with a layout in it no graph would be used twice."""
-    return cast(Callable[..., Any], torch.compiler.disable(packed_attention))
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """Packed attention that compiled layers take into their graphs where it is one kernel, and leave out elsewhere."""
+
+    outside: Callable[..., Any]
+
+    def __call__(self, module: torch.nn.Module, query: Tensor, *inputs: Any, **options: Any) -> Any:
+        one_kernel = options.get("spans") is not None and query.dtype in _HALF
+        attend = packed_attention if one_kernel else self.outside
+        return attend(module, query, *inputs, **options)
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +145,17 @@ class _HeedsLayout:
     """An attention function of transformers that leaves calls with ``layout=`` to packed attention."""
 
     plain: Callable[..., Any]
+    packed: Callable[..., Any]
 
     def __call__(self, module: torch.nn.Module, *inputs: Any, **options: Any) -> Any:
-        attend = self.plain if options.get("layout") is None else _outside_graphs()
+        attend = self.plain if options.get("layout") is None else self.packed
         return attend(module, *inputs, **options)
+
+
+@cache
+def _packed() -> _Packed:
+    # With a layout in it, which is no tensor, no graph would be used twice.
+    return _Packed(torch.compiler.disable(packed_attention))
 
 
 def _make_heed_layout(name: str) -> None:
@@ -233,12 +164,12 @@ def _make_heed_layout(name: str) -> None:
 
     function = ALL_ATTENTION_FUNCTIONS[name]
     if not isinstance(function, _HeedsLayout):
-        AttentionInterface.register(name, _HeedsLayout(function))
+        AttentionInterface.register(name, _HeedsLayout(function, _packed()))
 
 
 @contextmanager
 def packed_rows(model: PreTrainedModel) -> Iterator[None]:
-    """Inside the block ``model`` takes packed rows: its forward wants ``layout=`` and ``position_ids=``.
+    """Inside the block ``model`` takes packed rows: it wants ``layout=``, ``spans=``, ``position_ids=``.
 
     Activation checkpointing runs layers again in the backward, when the block is left and the model has its own
     implementation back, with the ``layout`` of the forward: so that implementation is made to heed a layout as well.
@@ -255,7 +186,7 @@ def packed_rows(model: PreTrainedModel) -> Iterator[None]:
         if not model._supports_sdpa:
             raise ValueError(f"{type(model).__name__} has eager attention only: set RLModule(..., packed=False)")
         before = "sdpa"
-    AttentionInterface.register(NAME, _outside_graphs())
+    AttentionInterface.register(NAME, _packed())
     _make_heed_layout(before)
     model.config._attn_implementation = NAME
     try:

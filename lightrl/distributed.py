@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_lone = False
+
 
 def world_size() -> int:
     """Number of processes; 1 without a process group."""
@@ -18,6 +20,29 @@ def world_size() -> int:
 def rank() -> int:
     """This process's rank; 0 without a process group."""
     return dist.get_rank() if world_size() > 1 else 0
+
+
+def group_is_up() -> bool:
+    """Whether there is a default process group that was not made here for an engine's sake."""
+    return dist.is_available() and dist.is_initialized() and not _lone
+
+
+def make_lone_group(device_type: str) -> None:
+    """Make a default process group of this process alone where there is none: a library would make one on a port."""
+    global _lone
+    if dist.is_initialized():
+        return
+    backend = "cpu:gloo,cuda:nccl" if device_type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    _lone = True
+
+
+def drop_lone_group() -> None:
+    """End the group that :func:`make_lone_group` made, if it is still there."""
+    global _lone
+    if _lone and dist.is_initialized():
+        dist.destroy_process_group()
+    _lone = False
 
 
 def all_sum(values: Tensor) -> Tensor:

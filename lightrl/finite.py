@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import torch
 from torch import Tensor
 
-from lightrl.distributed import all_objects
+from lightrl.distributed import all_objects, rank
 from lightrl.meter import Meter
 from lightrl.packing import MicroBatch
+from lightrl.rollout_state import rollout_to_state
 from lightrl.types import Rollout
 
 _NOTED = "nonfinite micro-batches"
@@ -34,12 +38,26 @@ class FiniteCheck:
         meter.add_sum(_NOTED, (~good).double(), 1.0)
         self._seen.append((micro, logprobs, loss))
 
-    def raise_if_noted(self, means: dict[str, float], rollouts: list[Rollout], step: int) -> None:
-        """Take the note out of the reduced ``means``; RuntimeError if any rank made one."""
-        if not means.pop(_NOTED):
-            return
-        where = next((w for seen in self._seen if (w := _find(*seen, rollouts))), _ELSEWHERE)
-        raise _error(step, f"in the loss: {where}")
+    def noted(self, means: dict[str, float]) -> bool:
+        """Take the note out of the reduced ``means``; whether any rank made one."""
+        return bool(means.pop(_NOTED))
+
+    def error(self, rollouts: list[Rollout], step: int, folder: Path) -> RuntimeError:
+        """Return what to raise; a rank that has something to show writes its micro-batches and rollouts to a file.
+
+        Args:
+            rollouts: of the step, on this rank.
+            step: optimizer steps done.
+            folder: for the file, which ``torch.load`` reads with ``weights_only=True``.
+        """
+        where = next((w for seen in self._seen if (w := _find(*seen, rollouts))), None)
+        if where is None:
+            return _error(step, f"in the loss: {_ELSEWHERE}")
+        path = folder / f"nonfinite-step={step}-rank={rank()}.pt"
+        micro = [_tensors(m, logprobs) | {"input_ids": m.input_ids, "loss": loss} for m, logprobs, loss in self._seen]
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save({"step": step, "micro_batches": micro, "rollouts": [rollout_to_state(r) for r in rollouts]}, path)
+        return _error(step, f"in the loss: {where}", f" What the step was made of is in {path}.")
 
 
 def check_rewarded_logprobs(rollouts: list[Rollout], step: int) -> None:
@@ -62,9 +80,10 @@ def check_rewarded_logprobs(rollouts: list[Rollout], step: int) -> None:
         raise _error(step, f"in the KL of the reward: {found[0] if found else _ELSEWHERE}")
 
 
-def _error(step: int, where: str) -> RuntimeError:
+def _error(step: int, where: str, more: str = "") -> RuntimeError:
     return RuntimeError(
-        f"step {step}: NaN or inf among the tokens that count {where}. The weights are still those of before this step."
+        f"step {step}: NaN or inf among the tokens that count {where}. The weights are still those of before this "
+        f"step.{more}"
     )
 
 

@@ -1,8 +1,8 @@
 """Token logprobs and entropy, from logits or straight from hidden states without full-vocabulary logits.
 
 Everything here returns float32 whatever the model's dtype or autocast, and takes the sampling temperature inside, so
-that trainer and sampler speak of the same distribution softmax(logits / temperature). Left out: CUDA kernels (the
-chunked path is plain torch and runs anywhere), top-k and top-p (training samples from the whole distribution).
+that trainer and sampler speak of the same distribution softmax(logits / temperature). Left out: top-k and top-p
+(training samples from the whole distribution).
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrl.fused_logprobs import CHUNK_SIZE as FUSED_CHUNK_SIZE
+from lightrl.fused_logprobs import FusedLogprobs
+
 CHUNK_SIZE = 2**25
-"""Logits that :func:`chunked_token_logprobs` holds at once: 128 MiB of float32."""
+"""Logits that :func:`chunked_token_logprobs` holds at once on a CPU: 128 MiB of float32."""
 
 
 def token_logprobs(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Tensor:
@@ -93,7 +96,7 @@ def chunked_token_logprobs(
     *,
     temperature: float = 1.0,
     bias: Tensor | None = None,
-    chunk_size: int = CHUNK_SIZE,
+    chunk_size: int | None = None,
     with_entropy: bool = True,
     entropy_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
@@ -109,8 +112,9 @@ def chunked_token_logprobs(
         targets: int64 [N], the token each position predicts.
         temperature: The sampling temperature, > 0.
         bias: [V], the head's bias.
-        chunk_size: Logits held at once; peak memory is about 4 times that in float32, beside the gradients.
-        with_entropy: False skips the entropy (it comes back as zeros).
+        chunk_size: Logits held at once; peak memory is about 4 times that in float32, beside the gradients. None:
+            2^25 on a CPU, 2^28 on a GPU, where kernels of :mod:`lightrl.fused_logprobs` read them once.
+        with_entropy: False skips the entropy (on a CPU it comes back as zeros; on a GPU it costs nothing).
         entropy_grad: True lets gradient flow through the entropy, for an entropy bonus.
 
     Returns:
@@ -120,16 +124,21 @@ def chunked_token_logprobs(
         ValueError: If temperature or chunk_size is not positive, or the shapes do not match.
     """
     _check_temperature(temperature)
-    if chunk_size < 1:
+    if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size={chunk_size} must be at least 1.")
     if hidden.dim() != 2 or hidden.shape[1:] != weight.shape[1:] or targets.shape != hidden.shape[:1]:
         raise ValueError(
             f"expected hidden [N, D], weight [V, D], targets [N]; got {list(hidden.shape)}, {list(weight.shape)}, "
             f"{list(targets.shape)}."
         )
+    weight = weight.to(hidden.dtype)
+    if hidden.is_cuda:
+        fused: Any = FusedLogprobs.apply
+        found = fused(hidden, weight, bias, targets, temperature, chunk_size or FUSED_CHUNK_SIZE, entropy_grad)
+        return found[0], found[1]
     apply: Any = _ChunkedLogprobs.apply
     logprobs, entropies = apply(
-        hidden, weight.to(hidden.dtype), bias, targets, temperature, chunk_size, with_entropy, entropy_grad
+        hidden, weight, bias, targets, temperature, chunk_size or CHUNK_SIZE, with_entropy, entropy_grad
     )
     return logprobs, entropies
 

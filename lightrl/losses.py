@@ -279,6 +279,7 @@ def clipped_policy_loss(
     new = new_logprobs[..., max(0, surplus) :]
     if new.numel() != old_logprobs.numel():
         raise ValueError(f"new_logprobs {list(new_logprobs.shape)} do not cover {list(old_logprobs.shape)}.")
+    old_logprobs = old_logprobs.to(new.device)
     new = new.reshape(old_logprobs.shape)  # the model's batch dimension of 1 may be on one of them only
     advantages = torch.as_tensor(advantage, device=new.device)
     advantages = advantages.expand_as(new) if advantages.numel() == 1 else advantages

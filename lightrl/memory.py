@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightrl.logprobs import CHUNK_SIZE
+from lightrl.fused_logprobs import CHUNK_SIZE
 from lightrl.lora import bind_lora, is_adapter, lora_arguments
 from lightrl.optim import OPTIMIZERS
 from lightrl.policy import decoder_layers, train_only
@@ -204,7 +204,7 @@ def estimate_memory(
             samples=False,
         ),
         Row("activations", max_tokens_per_micro_batch * kept * computed, samples=False),
-        Row("logits of a chunk", 4 * logits * 4, samples=False),
+        Row("logits of a chunk and their gradient", 2 * logits * computed, samples=False),
         Row("engine weights", size.base * computed / tensor_parallel_size, trains=not sleep),
         Row("engine cache", cached_tokens * cached * computed, trains=not sleep),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightrl.checkpoints import read_shards
 from lightrl.lora import bind_lora, is_adapter, lora_arguments
 from lightrl.optim import OPTIMIZERS
 from lightrl.packing import MicroBatch
@@ -30,7 +32,7 @@ from lightrl.step import StepModule
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-_REFERENCE = "lightrl_reference"
+_REFERENCE, _SKIPPED = "lightrl_reference", "lightrl_skipped_steps"
 
 
 class ModelsModule(StepModule):
@@ -203,6 +205,16 @@ class ModelsModule(StepModule):
     def _is_base(self, name: str) -> bool:
         return self.lora is not None and name.startswith("policy.") and not is_adapter(name)
 
+    @classmethod
+    def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return a module with a checkpoint's hyperparameters and weights; also of one that several ranks saved."""
+        if isinstance(checkpoint_path, (str, Path)) and Path(checkpoint_path).is_dir():
+            whole = io.BytesIO()
+            torch.save(read_shards(Path(checkpoint_path)), whole)
+            whole.seek(0)
+            checkpoint_path = whole
+        return super().load_from_checkpoint(checkpoint_path, *args, **kwargs)
+
     @contextmanager
     def base_left_out(self, path: str | Path, weights_only: bool | None = None) -> Iterator[None]:
         """Have Lightning load a checkpoint inside the block although the base of a LoRA is not in it.
@@ -224,11 +236,13 @@ class ModelsModule(StepModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Save a reference that was refreshed: unlike the initial one it cannot be loaded from ``model``."""
+        checkpoint[_SKIPPED] = self._skipped
         if self._reference_version:
             checkpoint[_REFERENCE] = {"version": self._reference_version, "weights": self._reference[0].state()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Go back to the reference of that time."""
+        self._skipped = checkpoint.get(_SKIPPED, 0)
         if self._reference and _REFERENCE in checkpoint:
             self._reference_version = checkpoint[_REFERENCE]["version"]
             with torch.no_grad():

@@ -69,6 +69,9 @@ class RLModule(ModelsModule):
         ref_refresh_every: the reference becomes the current policy after so many optimizer steps, at the next rollout
             batch; checkpoints then hold it too. 0: never.
         trust_remote_code: run code that comes with the model.
+        on_nonfinite: what becomes of a step with NaN or inf in its loss or gradient: ``"raise"`` ends the run, weights
+            untouched, and writes what the step was made of to a file in the Trainer's ``default_root_dir``; ``"skip"``
+            goes on without it and counts ``train/skipped_steps``.
 
     Raises:
         ValueError: an argument is out of range, or needs a library that is not installed.
@@ -108,6 +111,7 @@ class RLModule(ModelsModule):
         reference_device: str | None = None,
         ref_refresh_every: int = 0,
         trust_remote_code: bool = False,
+        on_nonfinite: str = "raise",
     ) -> None:
         super().__init__(
             model,
@@ -130,6 +134,7 @@ class RLModule(ModelsModule):
         self.hparams.update({name: value for name, value in plain.items() if name in self.hparams})
         check_choice("aggregation", aggregation, MODES)
         check_choice("schedule", schedule, SCHEDULES)
+        check_choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
         check_count("warmup_steps", warmup_steps)
         check_betas(betas)
         check_numbers(lr=lr, weight_decay=weight_decay, kl_coef=kl_coef, entropy_coef=entropy_coef)
@@ -143,6 +148,7 @@ class RLModule(ModelsModule):
         self.kl_in_reward, self.entropy_coef = kl_in_reward, entropy_coef
         self.scale_rewards, self.aggregation, self.mask_truncated = scale_rewards, aggregation, mask_truncated
         self.correction, self.recompute_old_logprobs = correction, recompute_old_logprobs
+        self.on_nonfinite = on_nonfinite
 
     # -- advantages ---------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from lightrl.attention import SequenceLayout
+from lightrl.layout import SequenceLayout
 from lightrl.prefix import by_group
 from lightrl.types import Rollout
 
@@ -105,6 +105,8 @@ class StepBatch:
     """Optimizer steps done by the oldest weights that sampled these rollouts."""
     rollouts: list[Rollout] = field(default_factory=list)
     """The rollouts behind the micro-batches, for callbacks."""
+    times_used: int = 0
+    """Optimizer steps on the same batch of rollouts before this one: 0 where they are new."""
     measured: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Metric name to (sum, count) on this rank, of what was measured while the rollouts were made."""
 

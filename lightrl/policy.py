@@ -110,6 +110,12 @@ def train_only(policy: PreTrainedModel, patterns: list[str]) -> None:
         parameter.requires_grad_(any(re.search(pattern, name) for pattern in patterns))
 
 
+def plain_class(policy: nn.Module) -> type:
+    """Return the class of transformers' that ``policy`` is or derives from; its own where there is none."""
+    found = (c for c in type(policy).__mro__ if c.__module__.startswith("transformers."))
+    return next(found, type(policy))
+
+
 def recompute_activations(policy: PreTrainedModel) -> None:
     """Have each decoder layer keep its input alone, and run once more in the backward pass."""
     policy.train()  # transformers recomputes in training mode only
@@ -225,11 +231,13 @@ class PolicyForward:
 
     def _run(self, model: PreTrainedModel, micro: MicroBatch) -> Any:
         if self._is_packed(model):
+            layout = micro.layout()
             with packed_rows(model):
                 return model(
                     input_ids=micro.input_ids[None],
                     position_ids=micro.position_ids[None],
-                    layout=micro.layout(),
+                    layout=layout,
+                    spans=layout.spans,
                     use_cache=False,
                 )
         if max(micro.prefixes) >= 0:

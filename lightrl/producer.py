@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import itertools
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lightrl.engines.messages import Output, Request, float_tensor
+from lightrl.engines.session import Request as Turn
+from lightrl.pools.member import Home
 from lightrl.prompts import CurriculumOrder
 from lightrl.queue import RolloutQueue, Ticket
 from lightrl.rng import derive_seed
@@ -20,6 +22,7 @@ from lightrl.types import Completion, Prompt, RolloutGroup, Sampling
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lightrl.environments.ahead import EpisodesAhead
     from lightrl.pools.pool import EnginePool
     from lightrl.prompts import MixedOrder, PromptOrder
 
@@ -45,8 +48,10 @@ class Work:
     seed: int
     deterministic: bool
     """A seed for each completion."""
-    score: Callable[[list[Prompt], list[list[Completion]]], list[RolloutGroup]]
-    """Called on a thread of its own, one call at a time."""
+    score: Callable[[list[Prompt], list[list[Any]]], list[RolloutGroup]]
+    """Called on a thread of its own, one call at a time, with each prompt's completions or episodes."""
+    episodes: EpisodesAhead | None = None
+    """What plays the episodes of a prompt; None: a rollout is one completion."""
     keep: Callable[[RolloutGroup], bool] = lambda group: True
     """Whether a scored group is worth training on; otherwise another prompt takes its place."""
     most_refused: int = 0
@@ -72,7 +77,7 @@ class RolloutProducer:
         self._refused: list[RolloutGroup] = []
         self._serial = itertools.count()
         self._groups: dict[int, asyncio.Task[None]] = {}
-        self._unscored: asyncio.Queue[tuple[Ticket[RolloutGroup], list[Completion]]] = asyncio.Queue()
+        self._unscored: asyncio.Queue[tuple[Ticket[RolloutGroup], list[Any]]] = asyncio.Queue()
         self._scorer = ThreadPoolExecutor(1, thread_name_prefix="lightrl-score")
         self._event = asyncio.Event()
         self._loops: list[asyncio.Task[None]] = []
@@ -108,6 +113,8 @@ class RolloutProducer:
             self.pool.run(self._stop())
         finally:
             self._stopped = True
+            if self.work.episodes is not None:
+                self.work.episodes.close()
             self._scorer.shutdown(wait=False, cancel_futures=True)
 
     def _call(self, work: Any, what: str) -> Any:
@@ -149,15 +156,37 @@ class RolloutProducer:
             del self._groups[number]
 
     async def _sample(self, ticket: Ticket[RolloutGroup]) -> None:
-        prompt = self.work.prompts[self.rows[ticket.number]]
-        outputs = await self.pool.generate(self._requests(ticket.number, prompt))
-        await self._unscored.put((ticket, [completion(o) for o in outputs]))
+        number = ticket.number
+        prompt, seeds, home = self.work.prompts[self.rows[number]], self._seeds(number), Home()
 
-    def _requests(self, number: int, prompt: Prompt) -> list[Request]:
-        sampling, (batch, place) = self.work.sampling, divmod(number, self.queue.prompts_per_step)
+        async def ask(turn: Turn) -> Completion:
+            (sampled,) = await self._complete(number, [turn], home)
+            return sampled
+
+        if self.work.episodes is not None:
+            sampled: list[Any] = await self.work.episodes.play(prompt, seeds, ask)
+        else:
+            longest = self.work.sampling.max_completion_tokens
+            whole = [Turn(i, prompt.token_ids, longest, seed) for i, seed in enumerate(seeds)]
+            sampled = await self._complete(number, whole, home)
+        await self._unscored.put((ticket, sampled))
+
+    def _seeds(self, number: int) -> list[int]:
+        batch, place = divmod(number, self.queue.prompts_per_step)
         seed = derive_seed(derive_seed(self.work.seed, "train", batch), place)  # as the colocated strategies have it
-        own = [derive_seed(seed, i) if self.work.deterministic else None for i in range(sampling.num_completions)]
-        return [request(f"{number}.{i}.{next(self._serial)}", prompt.token_ids, sampling, s) for i, s in enumerate(own)]
+        return [derive_seed(seed, i) for i in range(self.work.sampling.num_completions)]
+
+    async def _complete(self, number: int, turns: list[Turn], home: Home) -> list[Completion]:
+        wanted = [
+            request(
+                f"{number}.{turn.key}.{next(self._serial)}",
+                turn.prompt_ids,
+                replace(self.work.sampling, max_completion_tokens=turn.max_tokens),
+                turn.seed if self.work.deterministic else None,
+            )
+            for turn in turns
+        ]
+        return [completion(output) for output in await self.pool.generate(wanted, home)]
 
     async def _score_all(self) -> None:
         while True:
@@ -165,10 +194,10 @@ class RolloutProducer:
             while not self._unscored.empty():
                 done.append(self._unscored.get_nowait())
             # One that was given back in the meantime has another ticket, or none.
-            done = [(t, c) for t, c in done if self.queue.tickets.get(t.number) is t]
+            done = [(t, s) for t, s in done if self.queue.tickets.get(t.number) is t]
             prompts = [self.work.prompts[self.rows[t.number]] for t, _ in done]
             score = asyncio.get_running_loop().run_in_executor
-            groups = await score(self._scorer, self.work.score, prompts, [c for _, c in done])
+            groups = await score(self._scorer, self.work.score, prompts, [s for _, s in done])
             for (ticket, _), group in zip(done, groups, strict=True):
                 if self.queue.tickets.get(ticket.number) is ticket:
                     self._finish(ticket, group)

@@ -52,6 +52,12 @@ def is_quantized(parameter: Tensor) -> bool:
     return hasattr(parameter, "quant_state")
 
 
+def plain_shape(parameter: Tensor) -> torch.Size:
+    """Return the shape of :func:`plain_weight`, of all of it where it is sharded."""
+    packed: Any = parameter
+    return torch.Size(packed.quant_state.shape) if is_quantized(parameter) else parameter.shape
+
+
 def plain_weight(parameter: Tensor) -> Tensor:
     """Return a parameter's values: itself, detached, or what its packed values stand for, in memory of their own."""
     if not is_quantized(parameter):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +13,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 def reshard(model: nn.Module) -> None:
     """Have every parameter sharded again: a forward without backward leaves the root's gathered."""
-    for module in model.modules():
+    reshard_all(model.modules())
+
+
+def reshard_all(modules: Iterable[nn.Module]) -> None:
+    """As :func:`reshard`, of modules one by one."""
+    for module in modules:
         if isinstance(module, FSDPModule):
             module.reshard()
 
@@ -26,6 +32,16 @@ def full_tensor(tensor: Tensor) -> Tensor:
         sharded = sharded.to(sharded.device_mesh.device_type)
     whole: Tensor = sharded.full_tensor()
     return whole
+
+
+def whole_in_place(tensor: Tensor) -> Tensor | None:
+    """Return the memory of a tensor that this rank holds all of, where it is used; None: it has to be gathered."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
+    mesh = tensor.device_mesh
+    if mesh.size() > 1 or tensor.device.type != mesh.device_type:
+        return None
+    return tensor._local_tensor.detach()  # to_local() would take most of the time of a push
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
@@ -45,8 +61,12 @@ def store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
 @torch.no_grad()
 def write_full(tensor: Tensor, whole: Tensor) -> None:
     """Write ``whole``, which every rank has, into a perhaps sharded tensor."""
-    if isinstance(tensor, DTensor):
-        whole = distribute_tensor(
-            whole.to(tensor.device_mesh.device_type), tensor.device_mesh, tensor.placements, src_data_rank=None
-        ).to_local()
-    local_tensor(tensor).copy_(whole)
+    local_tensor(tensor).copy_(local_tensor(sharded_like(tensor, whole)))
+
+
+def sharded_like(tensor: Tensor, whole: Tensor) -> Tensor:
+    """Return ``whole``, which every rank has, sharded as ``tensor`` perhaps is."""
+    if not isinstance(tensor, DTensor):
+        return whole
+    mesh = tensor.device_mesh
+    return distribute_tensor(whole.to(mesh.device_type), mesh, tensor.placements, src_data_rank=None)

@@ -35,7 +35,7 @@ class RolloutSource:
 
     def rollout(self, prompts: list[Prompt], sampling: Sampling) -> RolloutBatch:
         """Sample and score. All ranks call it together, each with its own prompts (perhaps none)."""
-        groups = _graded(*self.sample(prompts, sampling))
+        groups = graded(*self.sample(prompts, sampling))
         seconds = self.strategy.seconds | {"time/reward": time.perf_counter() - self._generated}
         version, longest = self.strategy.policy_version, sampling.max_completion_tokens
         return RolloutBatch(groups, version, sampling.temperature, seconds, longest)
@@ -46,9 +46,9 @@ class RolloutSource:
         self._generated = time.perf_counter()
         return self._scored(prompts, completions)
 
-    def graded(self, prompts: list[Prompt], completions: list[list[Completion]]) -> list[RolloutGroup]:
-        """Return groups of scored rollouts of what was sampled, one for each prompt."""
-        return _graded(*self._scored(prompts, completions))
+    def graded(self, prompts: list[Prompt], sampled: list[list[Any]]) -> list[RolloutGroup]:
+        """Return groups of scored rollouts of the completions that were sampled, one for each prompt; no collective."""
+        return graded(*self._scored(prompts, sampled))
 
     def _scored(
         self, prompts: list[Prompt], completions: list[list[Completion]]
@@ -56,7 +56,8 @@ class RolloutSource:
         texts = self._decode([c.token_ids for group in completions for c in group])
         owners = [p for p, group in zip(prompts, completions, strict=True) for _ in group]
         assert self.rewards is not None
-        scores = self.rewards.score(texts, owners, [c.token_ids for group in completions for c in group])
+        with self.strategy.phase("reward"):
+            scores = self.rewards.score(texts, owners, [c.token_ids for group in completions for c in group])
         rest = iter(texts)
         groups = [
             RolloutGroup(prompt, [_rollout(prompt, c, next(rest), group_id) for c in group])
@@ -99,7 +100,8 @@ def _rollout(prompt: Prompt, completion: Completion, text: str, group_id: int) -
     )
 
 
-def _graded(groups: list[RolloutGroup], scores: list[Score]) -> list[RolloutGroup]:
+def graded(groups: list[RolloutGroup], scores: list[Score]) -> list[RolloutGroup]:
+    """Return the groups with a score in each of their rollouts."""
     rollouts = [r for group in groups for r in group.rollouts]
     for rollout, score in zip(rollouts, scores, strict=True):
         rollout.reward, rollout.reward_terms = score.total, score.terms

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,6 +44,7 @@ class StepModule(LightningModule):
     optimizer_name: str
     entropy_coef: float
     correction: Correction | None
+    on_nonfinite: str
 
     def __init__(self, packed: bool | None, share_prefix: bool = True) -> None:
         super().__init__()
@@ -50,6 +53,7 @@ class StepModule(LightningModule):
         self._reference: list[Reference] = []  # one or none
         self._step_started = self._batch_started = time.perf_counter()
         self._anything_live = True
+        self._skipped = 0
 
     def loss(self, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor | float]]:
         """The loss of one micro-batch, and metrics."""
@@ -69,7 +73,7 @@ class StepModule(LightningModule):
         """One optimizer step: every micro-batch but the last runs its backward here, the last one's is Lightning's.
 
         Raises:
-            RuntimeError: NaN or inf among the live tokens, before it reaches the weights.
+            RuntimeError: NaN or inf among the live tokens, before it reaches the weights (``on_nonfinite="raise"``).
         """
         strategy: Any = self.trainer.strategy
         self.trainer.optimizers[0].zero_grad()
@@ -126,9 +130,16 @@ class StepModule(LightningModule):
             meter.add_sum(name, total, count)
         means = meter.means(all_sum, all_max)
         self._anything_live = means[_TOKENS] > 0
-        check.raise_if_noted(means, batch.rollouts, self.trainer.global_step)
+        bad = check.noted(means)
+        if bad and self.on_nonfinite == "raise":
+            raise check.error(batch.rollouts, self.trainer.global_step, Path(self.trainer.default_root_dir))
+        self._anything_live &= not bad
         if "mismatch/ratio_squared" in means:  # (sum w)^2 / (n sum w^2) over the whole step
             means["mismatch/effective_sample_size"] = means["mismatch/ratio"] ** 2 / means.pop("mismatch/ratio_squared")
+        if self.on_nonfinite == "skip":
+            means = {name: value for name, value in means.items() if math.isfinite(value) or not bad}
+            self._skipped += bad
+            means["train/skipped_steps"] = float(self._skipped)
         log_step(self, means, frozenset({"reward/mean", "kl/mismatch", "kl/ref", "perf/tokens_per_second"}))
 
     def on_train_batch_start(self, batch: StepBatch, batch_idx: int) -> None:
@@ -136,9 +147,12 @@ class StepModule(LightningModule):
         self._batch_started = time.perf_counter()
 
     def on_train_batch_end(self, outputs: Any, batch: StepBatch, batch_idx: int) -> None:
-        """Stop it."""
+        """Stop it, and heed signals: between two steps, after callbacks, is where a checkpoint is exact."""
         seconds = time.perf_counter() - self._batch_started
         self.log("time/train_step", seconds, on_step=True, on_epoch=False, batch_size=1)
+        strategy: Any = self.trainer.strategy
+        if hasattr(strategy, "step_ended"):
+            strategy.step_ended()
 
     def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
         """Nothing: Lightning calls it after ``training_step``, where it would wipe the micro-batches already summed."""
@@ -152,15 +166,28 @@ class StepModule(LightningModule):
         None, while one of zeros would let momentum and weight decay move them. It counts in ``global_step``.
         """
         if not self._anything_live:
-            for p in (p for group in optimizer.param_groups for p in group["params"]):
-                p.grad = None
+            _drop_gradients(optimizer)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm: Any = torch.nn.utils.get_total_norm(grads)
         norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        if not torch.isfinite(norm):  # of finite losses: an overflow on the way back
+            norm = self._refuse_gradient(optimizer, norm)
         self.log("train/grad_norm", norm, on_step=True, on_epoch=False, batch_size=1)
         self.clip_gradients(
             optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
         )
+
+    def _refuse_gradient(self, optimizer: Any, norm: Tensor) -> Tensor:
+        """Raise, or skip the step; every rank has the same norm."""
+        if self.on_nonfinite == "raise":
+            raise RuntimeError(
+                f"step {self.trainer.global_step}: the norm of the gradient is {float(norm)}, though the loss is "
+                "finite. The weights are still those of before this step. RLModule(on_nonfinite='skip') goes on "
+                "without such steps"
+            )
+        _drop_gradients(optimizer)
+        self._skipped += 1
+        return torch.zeros_like(norm)
 
     def configure_optimizers(self) -> Any:
         """The optimizer, without decay on vectors, and the learning rates' schedule by optimizer step."""
@@ -188,3 +215,8 @@ class StepModule(LightningModule):
     def predict_step(self, batch: RolloutBatch, batch_idx: int) -> list[Rollout]:
         """Return the scored rollouts."""
         return batch.rollouts
+
+
+def _drop_gradients(optimizer: Any) -> None:
+    for p in (p for group in optimizer.param_groups for p in group["params"]):
+        p.grad = None

@@ -15,7 +15,7 @@ from lightrl.moves import even_out
 from lightrl.packing import StepBatch, live_tokens, shuffled_parts
 from lightrl.prompts import CurriculumOrder, MixedOrder, PromptOrder, stop_token_ids
 from lightrl.rng import derive_seed
-from lightrl.rollout_state import rollouts_from_state, rollouts_to_state
+from lightrl.rollout_state import deal_anew, deal_sums_anew, rollouts_from_state, rollouts_to_state
 from lightrl.sources import RolloutSource, measure
 from lightrl.types import Prompt, Rollout, RolloutBatch, RolloutGroup, Sampling
 
@@ -40,6 +40,8 @@ class RolloutStream:
         self.step = 0
         """Optimizer steps handed out of the current batch."""
         self.current: RolloutBatch | None = None
+        self.measured: dict[str, tuple[float, float]] = {}
+        """(sum, count) on this rank of each metric of the current batch: every step that it is used for logs them."""
         self._ahead = RolloutsAhead(self)
         self._warned = False
 
@@ -59,10 +61,9 @@ class RolloutStream:
 
     def next_step(self) -> StepBatch:
         """Return the next optimizer step's rollouts, sampling new ones when the current batch is used up."""
-        measured: dict[str, tuple[float, float]] = {}
         self._trainer.strategy.sync_weights()
         if self.current is None:
-            self.current, measured = self._collect()
+            self.current, self.measured = self._collect()
         batch = self.current
         trained = [r for r in batch.rollouts if self.module.trains_on(r)]
         if self.steps_per_rollout > 1:
@@ -70,14 +71,16 @@ class RolloutStream:
             round_, part = divmod(self.step, count)
             seed = derive_seed(self.seed, "minibatch", self.batches, round_, rank())
             trained = shuffled_parts(trained, count, seed)[part]
-        first = self.step == 0
+        times_used = self.step
         # Before the step is handed out: a checkpoint after it must go on with the next one.
         self.step += 1
         if self.step == self.steps_per_rollout:
             self.current, self.step = None, 0
             self.batches += 1
-        step = self._step_batch(trained, batch, measured)
-        if first:  # old is current: scored in other micro-batches it would differ by rounding, in bfloat16 visibly
+        step = self._step_batch(trained, batch, times_used)
+        if (
+            not times_used
+        ):  # old is current: scored in other micro-batches it would differ by rounding, in bfloat16 visibly
             step.micro = [replace(m, old_logprobs=None) for m in step.micro]
         return step
 
@@ -95,7 +98,8 @@ class RolloutStream:
         evened = even_out(batch.groups, lambda g: packer.load([r for r in g.rollouts if module.trains_on(r)]))
         batch = replace(batch, groups=evened)
         max_tokens = self.data.max_tokens_per_micro_batch
-        module.score(batch, max_tokens=max_tokens, reused=self.steps_per_rollout > 1)
+        with self._trainer.strategy.phase("score"):
+            module.score(batch, max_tokens=max_tokens, reused=self.steps_per_rollout > 1)
         module.advantages(batch)
         measured = measure(sampled, self._trainer.global_step)
         if module.max_sampling_rounds > 1 and not self._trainer.strategy.overlaps:
@@ -139,7 +143,7 @@ class RolloutStream:
             sampled.groups += again.groups
             sampled.seconds = {name: sampled.seconds[name] + seconds for name, seconds in again.seconds.items()}
         if missing := self._missing(places, kept):
-            self._warn_of_few(len(missing))
+            self.warn_of_few(len(missing))
         batch.groups = [kept[p] for p in places if p in kept]
         for group_id, group in enumerate(batch.groups):
             for rollout in group.rollouts:
@@ -150,7 +154,8 @@ class RolloutStream:
         """Places on any rank without a group (a collective): every rank comes to the same end of the rounds."""
         return sorted(p for theirs in all_objects([p for p in places if p not in kept]) for p in theirs)
 
-    def _warn_of_few(self, missing: int) -> None:
+    def warn_of_few(self, missing: int) -> None:
+        """Say once that places of a step stay empty."""
         if not self._warned:
             rank_zero_warn(
                 f"after max_sampling_rounds={self.module.max_sampling_rounds} {missing} of "
@@ -159,9 +164,7 @@ class RolloutStream:
             )
         self._warned = True
 
-    def _step_batch(
-        self, rollouts: list[Rollout], batch: RolloutBatch, measured: dict[str, tuple[float, float]]
-    ) -> StepBatch:
+    def _step_batch(self, rollouts: list[Rollout], batch: RolloutBatch, times_used: int) -> StepBatch:
         counts = [live_tokens([r]) for r in rollouts]
         everywhere = all_objects((sum(counts), sum(c > 0 for c in counts)))
         tokens, sequences = (sum(column) for column in zip(*everywhere, strict=True))
@@ -169,7 +172,7 @@ class RolloutStream:
         packer = self.module.policy_forward.packer(self.module.policy)
         parts = packer.plan(rollouts, self.data.max_tokens_per_micro_batch)
         micro = [packer.pack(part, temperature=batch.temperature, denominator=denominator) for part in parts]
-        return StepBatch(micro, batch.policy_version, rollouts, measured)
+        return StepBatch(micro, batch.policy_version, rollouts, times_used, self.measured)
 
     def validation_batch(self, prompts: list[Prompt], i: int, size: int) -> RolloutBatch:
         """Return batch ``i``, of ``size`` prompts on each rank: every prompt is in one batch on one rank."""
@@ -199,7 +202,8 @@ class RolloutStream:
         strategy, tokenizer, rewards = self._trainer.strategy, self.data.tokenizer, self.data.rewards
         if self.data.episodes is None:
             return RolloutSource(strategy, tokenizer, rewards)
-        return EpisodeSource(strategy, tokenizer, rewards, self.data.episodes, self.data.chat_arguments)
+        patience = self.data.prompts_per_step * self.data.group_size
+        return EpisodeSource(strategy, tokenizer, rewards, self.data.episodes, self.data.chat_arguments, patience)
 
     @property
     def _trainer(self) -> Any:
@@ -220,23 +224,14 @@ class RolloutStream:
             "batches": self.batches,
             "step": self.step,
             "current": all_objects(rollouts_to_state(self.current)),
+            "measured": all_objects(self.measured),
             "ahead": ahead,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where ``state`` was taken.
-
-        Raises:
-            ValueError: in the middle of reused rollouts, with another number of ranks.
-        """
+        """Go on where ``state`` was taken; on another number of ranks groups are dealt out anew, with a warning."""
         if not state or self.order is None:
             return
-        current = state["current"]
-        if len(current) != world_size() and any(c is not None for c in current):
-            raise ValueError(
-                f"the checkpoint is in the middle of a rollout batch of {len(current)} ranks and cannot go on with "
-                f"{world_size()}: resume with {len(current)}, or from a checkpoint at the end of a rollout batch"
-            )
         self.order.load_state_dict(state["order"])
         ahead = state.get("ahead")
         self._ahead.load_state_dict(ahead)
@@ -247,7 +242,17 @@ class RolloutStream:
             )
         self.seed = self.order.seed
         self.batches, self.step = state["batches"], state["step"]
-        self.current = rollouts_from_state(current[rank()]) if len(current) == world_size() else None
+        current, measured = state["current"], state.get("measured") or [{}]
+        if len(current) != world_size():
+            current, measured = deal_anew(current, world_size()), deal_sums_anew(measured, world_size())
+            if any(c is not None for c in current):
+                rank_zero_warn(
+                    f"the checkpoint is in the middle of a rollout batch of {len(state['current'])} ranks and the run "
+                    f"has {world_size()}: its groups are dealt out anew, and what is left of this batch is cut into "
+                    "other mini-batches than in an unbroken run. From the next batch on every prompt comes in its turn"
+                )
+        self.current = rollouts_from_state(current[rank()])
+        self.measured = measured[rank() % len(measured)]
 
 
 def for_validation(trainer: Any, sampling: Sampling) -> Sampling:

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrl.advantages import group_mean, group_zscore
+
 
 @dataclass(slots=True)
 class Prompt:
@@ -168,6 +170,28 @@ class RolloutBatch:
     def rollouts(self) -> list[Rollout]:
         """All rollouts, group after group."""
         return [r for g in self.groups for r in g.rollouts]
+
+    def compute_advantages(self, scale: bool = False) -> Tensor:
+        """Set each rollout's ``advantage`` to its reward less the mean of its group, and return them, float32 [R].
+
+        Args:
+            scale: divide by the group's std (see :func:`~lightrl.advantages.group_zscore`).
+
+        Raises:
+            ValueError: no reward function was asked about any rollout.
+        """
+        rollouts = self.rollouts
+        if rollouts and all(r.reward is None and not r.reward_terms for r in rollouts):
+            raise ValueError(
+                f"none of {len(rollouts)} rollouts has a reward: give reward_fn where they are made, or set "
+                "rollout.reward on each before"
+            )
+        group_ids = [i for i, g in enumerate(self.groups) for _ in g.rollouts]
+        estimate = group_zscore if scale else group_mean
+        advantages = estimate([r.reward for r in rollouts], group_ids)
+        for rollout, advantage in zip(rollouts, advantages.tolist(), strict=True):
+            rollout.advantage = advantage
+        return advantages
 
     def __iter__(self) -> Iterator[Rollout]:
         return iter(self.rollouts)

@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lightrl.attention import NAME, SequenceLayout, packed_attention, packed_rows, takes_packed_rows
+from lightrl.attention import NAME, packed_attention, packed_rows, takes_packed_rows
+from lightrl.layout import SequenceLayout
 from tests.helpers.tiny import tiny_model
 
 LENGTHS = [3, 1, 40, 7, 17, 3, 25]

@@ -13,28 +13,39 @@ from lightrl.engines.messages import EngineSpec, Loaded
 from lightrl.engines.staging import Shipment
 from lightrl.pools import pool as pools
 from lightrl.pools.client import EngineLostError
-from lightrl.pools.pool import EnginePool
+from lightrl.pools.pool import EngineDiedError, EnginePool
+from lightrl.weights.source import HeldWeights
 
 
 class Client:
     """An engine that does at once what it is asked, unless the test says otherwise."""
 
     made: list["Client"] = []
-    start_seconds = 0.0
+    start_seconds = ship_seconds = answer_seconds = 0.0
     on_score: Callable[["Client"], None] = lambda client: None
 
     def __init__(self, *_: Any) -> None:
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.pending = 0
         self.loaded: list[float] = []
+        self.ships: list[float] = []
         self.made.append(self)
 
     async def configure(self, *_: Any) -> None:
         await asyncio.sleep(self.start_seconds)
 
     async def ship(self, shipment: Shipment) -> Loaded:
+        self.ships.append(time.monotonic())
+        await asyncio.sleep(type(self).ship_seconds)
+        self.ships.append(time.monotonic())
         self.loaded.append(float(shipment._buffer.view(torch.float32)[0]))
         return Loaded(shipment.push.version, 0.0)
+
+    async def ping(self) -> None:
+        await asyncio.sleep(type(self).answer_seconds)
+
+    def give_up(self, reason: str) -> None:
+        self.lose(reason)
 
     async def score(self, sequences: list[list[int]]) -> list[Tensor]:
         type(self).on_score(self)
@@ -70,14 +81,16 @@ class Launcher:
 
 
 def weights(value: float, version: int) -> Shipment:
-    return Shipment(iter([("w", torch.full((2,), value))]), version, recompute_kv=True)
+    return Shipment(HeldWeights([("w", torch.full((2,), value))]), version, recompute_kv=True)
 
 
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EnginePool]]:
     monkeypatch.setattr(pools, "EngineClient", Client)
     monkeypatch.setattr(Client, "made", [])
-    monkeypatch.setattr(Client, "start_seconds", 0.0)
+    for name in ("start_seconds", "ship_seconds", "answer_seconds"):
+        monkeypatch.setattr(Client, name, 0.0)
+    monkeypatch.setattr(pools, "_PING_SECONDS", 0.05)
     monkeypatch.setattr(Client, "on_score", lambda client: None)
     started: list[EnginePool] = []
 
@@ -128,3 +141,66 @@ def test_weights_that_changed_between_two_steps_are_pushed(start: Any) -> None:
     pool.push(weights(0.0, 3))
     pool.push(weights(1.0, 3))
     assert [c.loaded for c in Client.made] == [[0.0, 1.0], [0.0, 1.0]]
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
+
+
+def test_an_engine_that_stands_still_is_started_again(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = start(answer_timeout=0.2)
+    pool.push(weights(0.0, 0))
+    time.sleep(0.3)
+    assert len(Client.made) == 1, "it answers"
+    monkeypatch.setattr(Client, "answer_seconds", 60.0)
+    assert wait_for(lambda: len(Client.made) == 2)
+    monkeypatch.setattr(Client, "answer_seconds", 0.0)
+    assert Client.made[0].lost.result() == "it did not answer within 0.2 s"
+    assert wait_for(lambda: Client.made[1].loaded == [0.0])
+
+
+def test_an_engine_that_loads_has_more_time_than_one_that_answers(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = start(answer_timeout=0.1)
+    monkeypatch.setattr(Client, "answer_seconds", 60.0)  # while it loads
+    monkeypatch.setattr(Client, "ship_seconds", 0.5)
+    pool.push(weights(0.0, 0))
+    assert len(Client.made) == 1
+
+
+def test_an_engine_that_hangs_in_a_push_is_started_again_while_the_other_goes_on(
+    start: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool = start(2, push_timeout=0.3)
+    pool.push(weights(0.0, 0))
+    hangs, fine = Client.made
+    monkeypatch.setattr(hangs, "ship", lambda shipment: asyncio.sleep(60))
+    pool.push(weights(1.0, 1))
+    assert hangs.lost.result() == "it did not load weights within 0.3 s"
+    assert fine.loaded == [0.0, 1.0]
+    assert wait_for(lambda: len(Client.made) == 3 and Client.made[2].loaded == [1.0])
+
+
+def test_engines_load_weights_in_turn_so_that_one_always_generates(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = start(3)
+    monkeypatch.setattr(Client, "ship_seconds", 0.1)
+    pool.push(weights(0.0, 0))
+    times = [t for client in sorted(Client.made, key=lambda c: c.ships) for t in client.ships]
+    assert len(times) == 6
+    assert times == sorted(times), "one begins when the one before has ended"
+
+
+def test_losses_of_long_ago_do_not_count(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lightrl.pools.member.WINDOW_SECONDS", 0.5)
+    monkeypatch.setattr(pools, "_POLL_SECONDS", 0.05)
+    pool = start(max_restarts=1)
+    for wait in (0.6, 0.6, 0.0):
+        engines = len(Client.made)
+        pool.loop.call_soon_threadsafe(Client.made[-1].lose)
+        assert wait_for(lambda before=engines: len(Client.made) > before)
+        time.sleep(wait)
+    pool.loop.call_soon_threadsafe(Client.made[-1].lose)
+    with pytest.raises(EngineDiedError, match=r"lost \(2 times within an hour, more than max_restarts=1\): lost"):
+        pool.push(weights(1.0, 1))

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lightrl.fused_logprobs import FusedLogprobs
 from lightrl.logprobs import chunked_token_logprobs, entropy, get_logprobs, token_logprobs
 
 
@@ -99,22 +100,25 @@ def test_b13_chunked_is_float32_under_autocast(dtype):
     assert hidden.grad.dtype == dtype
 
 
-def run(hidden, weight, bias, targets, upstream, **kwargs):
+def run(hidden, weight, bias, targets, upstream, *, fused=False, temperature, chunk_size):
     leaves = [t.clone().requires_grad_() for t in (hidden, weight, bias)]
-    logprobs, entropies = chunked_token_logprobs(
-        leaves[0], leaves[1], targets, bias=leaves[2], entropy_grad=True, **kwargs
-    )
+    if fused:  # what runs on GPUs, though not compiled
+        logprobs, entropies = FusedLogprobs.apply(*leaves, targets, temperature, chunk_size, True)
+    else:
+        options = {"temperature": temperature, "chunk_size": chunk_size, "entropy_grad": True}
+        logprobs, entropies = chunked_token_logprobs(leaves[0], leaves[1], targets, bias=leaves[2], **options)
     (logprobs @ upstream[0] + entropies @ upstream[1]).backward()
     return logprobs, entropies, [t.grad for t in leaves]
 
 
+@pytest.mark.parametrize("fused", [False, True])
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 9), st.integers(1, 12), st.integers(1, 150), st.sampled_from([0.6, 1.0, 1.7]), st.integers(0, 9))
-def test_chunked_equals_float64_whatever_the_chunk(n, v, chunk_size, temperature, seed):
+def test_chunked_equals_float64_whatever_the_chunk(fused, n, v, chunk_size, temperature, seed):
     hidden, weight, bias, targets = problem(n=n, v=v, seed=seed)
     upstream = torch.randn((2, n), generator=torch.Generator().manual_seed(seed))
     logprobs, entropies, grads = run(
-        hidden, weight, bias, targets, upstream, temperature=temperature, chunk_size=chunk_size
+        hidden, weight, bias, targets, upstream, fused=fused, temperature=temperature, chunk_size=chunk_size
     )
     leaves = [t.double().requires_grad_() for t in (hidden, weight, bias)]
     want, want_entropy = exact(leaves[0] @ leaves[1].T + leaves[2], targets, temperature)
@@ -123,6 +127,19 @@ def test_chunked_equals_float64_whatever_the_chunk(n, v, chunk_size, temperature
     torch.testing.assert_close(entropies.double(), want_entropy, rtol=0, atol=1e-5)
     for got, leaf in zip(grads, leaves, strict=True):
         torch.testing.assert_close(got.double(), leaf.grad, rtol=1e-4, atol=2e-5)
+
+
+def test_fused_without_gradients_that_nobody_asked_for_and_without_tokens():
+    hidden, weight, _, targets = problem()
+    hidden.requires_grad_()
+    logprobs, entropies = FusedLogprobs.apply(hidden, weight, None, targets, 1.0, 20, False)
+    assert not entropies.requires_grad
+    (grad,) = torch.autograd.grad(logprobs.sum(), hidden)
+    want = torch.autograd.grad(token_logprobs(hidden @ weight.T, targets).sum(), hidden)[0]
+    torch.testing.assert_close(grad, want, rtol=1e-4, atol=1e-5)
+    weight.requires_grad_()
+    FusedLogprobs.apply(hidden[:0], weight, None, targets[:0], 1.0, 20, False)[0].sum().backward()
+    assert weight.grad.abs().sum() == 0.0
 
 
 def test_chunked_passes_gradcheck_with_a_frozen_head():

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from lightrl import RLModule
-from lightrl.attention import SequenceLayout, packed_attention
+from lightrl.attention import packed_attention
+from lightrl.layout import SequenceLayout
 from lightrl.packing import pack
 from lightrl.policy import PolicyForward
 from lightrl.prefix import by_group, common_prefix

@@ -30,6 +30,7 @@ CHAT_TEMPLATE = (
     "{% else %}{{ m['content'] }}{% endif %}{{ eos_token if m['role'] == 'assistant' else ' ' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
 )
+WORDS = list(dict.fromkeys([*VOCABULARY, "<tool>", "*", *CALL.replace("%d", "0").split(), *map(str, range(82))]))
 PAIRS = list(itertools.product(range(2, 10), repeat=2))
 RIGHT = 0.3  # share of the demonstrations that call the tool with the right numbers
 

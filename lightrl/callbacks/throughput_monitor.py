@@ -100,7 +100,7 @@ class ThroughputMonitor(Callback):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: StepBatch, batch_idx: int) -> None:
         self._step_started = time.perf_counter()
-        for name, stage in _MEASURED.items():
+        for name, stage in _MEASURED.items() if batch.times_used == 0 else ():
             self._tally.seconds[stage] += batch.measured.get(name, (0.0, 1.0))[0]
 
     @override
@@ -113,13 +113,16 @@ class ThroughputMonitor(Callback):
         lengths = [len(r.prompt_ids) + len(r.completion_ids) for r in batch.rollouts]
         tally.trained_tokens += sum(lengths)
         tally.flops += training_flops(self._size, self._heads_width, lengths)
-        if tally.steps < data.minibatches_per_rollout:  # later passes are over the same ones
+        if batch.times_used < data.minibatches_per_rollout:  # later passes are over the same ones
             tally.rollouts += batch.rollouts
         tally.steps += 1
-        if tally.steps == data.epochs_per_rollout * data.minibatches_per_rollout:
+        steps_per_rollout = data.epochs_per_rollout * data.minibatches_per_rollout
+        if batch.times_used + 1 < steps_per_rollout:
+            return
+        if tally.steps == steps_per_rollout:  # otherwise the run was resumed amid them
             engine_ranks = getattr(trainer.strategy, "rollout_tp_size", 1)
             log_step(pl_module, self._meter(tally, trainer.world_size, engine_ranks).means(all_sum))
-            self._tally = _Tally()
+        self._tally = _Tally()
 
     def _meter(self, tally: _Tally, ranks: int, engine_ranks: int) -> Meter:
         whole = time.perf_counter() - tally.started - tally.paused

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -10,6 +9,7 @@ from torch import Tensor
 
 from lightrl.engines.session import Session
 from lightrl.types import Completion, Sampling
+from lightrl.weights.source import Weights
 
 
 class WeightSyncError(RuntimeError):
@@ -28,8 +28,8 @@ class Engine(Protocol):
     def score(self, sequences: list[list[int]]) -> list[Tensor]:
         """Return, for each sequence of L tokens, float32 [L - 1]: logprobs of tokens 2..L at temperature 1."""
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """Take (checkpoint name, full tensor) pairs, all of them, and forget what was cached under older weights."""
+    def load_weights(self, weights: Weights) -> None:
+        """Take weights, all of them, and forget what was cached under older ones."""
 
     def sleep(self) -> bool:
         """Give memory back; return whether the weights are gone and have to be loaded again."""

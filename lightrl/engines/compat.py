@@ -6,11 +6,16 @@ import gc
 import logging
 import os
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+from lightrl.distributed import drop_lone_group
 
 _DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -52,7 +57,8 @@ def import_vllm() -> Any:
     for name, value in _DEFAULTS.items():
         os.environ.setdefault(name, value)
     try:
-        import vllm
+        with ThreadPoolExecutor(1) as thread:
+            vllm = thread.submit(_load).result()
     except ImportError as error:
         raise ValueError(
             "this strategy needs vLLM, which is not installed here: pip install 'lightrl-trainer[vllm]' on "
@@ -62,14 +68,22 @@ def import_vllm() -> Any:
     return vllm
 
 
+def _load() -> Any:
+    # vLLM keeps the error of an import that failed, and so all frames below it for good, with the models in them: here
+    # on a thread of its own there are none.
+    import vllm
+
+    vllm.LLM  # noqa: B018 (imported when it is first asked for)
+    return vllm
+
+
 @contextmanager
 def torchrun_environment(rank: int, local_rank: int, world_size: int) -> Iterator[None]:
     """Set the variables that vLLM's external launcher reads while it is built, and put the old ones back after it."""
     values = {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": world_size}
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update({name: str(value) for name, value in values.items()})
-    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    os.environ.setdefault("MASTER_PORT", "29500")
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    before = {name: os.environ.get(name) for name in (*values, *address)}
+    os.environ.update(address | {n: v for n, v in before.items() if v} | {n: str(v) for n, v in values.items()})
     try:
         yield
     finally:
@@ -134,22 +148,47 @@ def repack_tied_head(model: torch.nn.Module) -> None:
             quant_method.process_weights_after_loading(module)
 
 
-def shut_down(llm: Any) -> None:
-    """End an in-process engine, but not the trainer's default process group, which its finalizer would destroy."""
-    from vllm.distributed import parallel_state
+_standing: set[int] = set()
+"""Engines of this process that share vLLM's groups."""
 
-    finalizer = getattr(llm.llm_engine.engine_core, "_finalizer", None)
+
+def end_with(llm: Any) -> weakref.finalize[[Any], Any]:
+    """Have an in-process engine end when its ``llm`` is collected, or when what is returned is called, once.
+
+    vLLM's own finalizer would take the default process group with it, which is the trainer's.
+    """
+    engine = llm.llm_engine
+    finalizer = getattr(engine.engine_core, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()
-    llm.llm_engine.model_executor.shutdown()
-    renderer: Any = getattr(llm.llm_engine, "renderer", None)
+    _standing.add(id(engine))
+    return weakref.finalize(llm, _shut_down, engine)
+
+
+def _shut_down(engine: Any) -> None:
+    engine.model_executor.shutdown()
+    renderer: Any = getattr(engine, "renderer", None)
     if hasattr(renderer, "shutdown"):
         renderer.shutdown()  # or its idle threads stay until the garbage collector finds them
-    parallel_state.destroy_model_parallel()
-    world = parallel_state._WORLD
-    if world is not None:
-        world.destroy()
-        parallel_state._WORLD = None
+    _standing.discard(id(engine))
+    drop_groups()
+
+
+def drop_groups() -> None:
+    """End the process groups that vLLM made, unless an engine of this process still needs them."""
+    from vllm.distributed import parallel_state
+
+    if _standing:
+        return
+    if dist.is_initialized():
+        parallel_state.destroy_model_parallel()
+        if parallel_state._WORLD is not None:
+            parallel_state._WORLD.destroy()
+            parallel_state._WORLD = None
+    for name, value in list(vars(parallel_state).items()):  # they ended with the default group
+        if isinstance(value, parallel_state.GroupCoordinator):
+            setattr(parallel_state, name, None)
+    drop_lone_group()
 
 
 def add_request(engine: Any, name: str, prompt_ids: list[int], params: Any, cache_salt: str | None = None) -> None:

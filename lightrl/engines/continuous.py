@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,12 @@ from torch import Tensor
 
 from lightrl.engines import compat
 from lightrl.engines.base import WeightSyncError
-from lightrl.engines.messages import EngineSpec, Output, Request, float_bytes
-from lightrl.engines.vllm import OUTPUT, SCORE, llm_args, load_checked, prompt_logprobs, sampled
+from lightrl.engines.janitor import Janitor, shared_files
+from lightrl.engines.loader import Loader
+from lightrl.engines.messages import EngineSpec, Output, Push, Request, encode, float_bytes
+from lightrl.engines.staging import SharedReader
+from lightrl.engines.vllm import OUTPUT, SCORE, llm_args, loader_of, prompt_logprobs, sampled
+from lightrl.weights.source import Weights
 
 _SCORE_ID = "score"
 
@@ -44,8 +48,8 @@ class ContinuousEngine:
         self._scores: dict[str, Any] = {}
         self._config = tempfile.TemporaryDirectory(prefix="lightrl-engine-")
         (Path(self._config.name) / "config.json").write_text(json.dumps(spec.config))
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        args = llm_args(spec.dtype, device) | {
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
+        args = llm_args(spec.dtype, self.device) | {
             "model": spec.code_path or self._config.name,
             "tensor_parallel_size": spec.tensor_parallel_size,
             "distributed_executor_backend": "uni" if spec.tensor_parallel_size == 1 else "mp",
@@ -55,6 +59,12 @@ class ContinuousEngine:
             **spec.engine_args,
         }
         self.llm: Any = vllm.LLM(**args)
+        self._end = compat.end_with(self.llm)
+        self._janitor = Janitor() if spec.tensor_parallel_size > 1 else None
+        if self._janitor is not None:
+            self._janitor.add(shared_files())
+        self._reader = SharedReader()
+        self._loader: Loader | None = loader_of(self.llm, 0) if spec.tensor_parallel_size == 1 else None
 
     @property
     def busy(self) -> bool:
@@ -130,8 +140,8 @@ class ContinuousEngine:
                 before = count
         self._done.append(Output(output.request_id, ids, float_bytes(logprobs), versions, truncated))
 
-    def load(self, weights: Iterator[tuple[str, Tensor]], version: int, recompute_kv: bool) -> float:
-        """Put (checkpoint name, full tensor) pairs in, check them, and go on under the new version.
+    def load(self, weights: Weights, version: int, recompute_kv: bool) -> float:
+        """Put weights in, check them, and go on under the new version.
 
         Args:
             weights: all of them.
@@ -145,12 +155,25 @@ class ContinuousEngine:
         Raises:
             WeightSyncError: a tensor did not arrive as it was sent.
         """
+        load = self._load_on_workers if self._loader is None else self._loader.load
+        return self._change(lambda: load(weights), version, recompute_kv)
+
+    def load_shared(self, push: Push) -> float:
+        """As :meth:`load`, of weights that lie in memory which ``push`` names.
+
+        Raises:
+            ValueError: it cannot be opened.
+        """
+        assert push.shared is not None
+        if self._loader is not None:
+            return self.load(self._reader.weights(push), push.version, push.recompute_kv)
+        message = encode(push)
+        return self._change(lambda: self._on_workers("lightrl_load_shared", message), push.version, push.recompute_kv)
+
+    def _change(self, load: Callable[[], None], version: int, recompute_kv: bool) -> float:
         started = time.perf_counter()
         so_far = compat.sampled_so_far(self.llm)
-        if self.spec.tensor_parallel_size == 1:
-            load_checked(self.llm, weights, tp_rank=0)
-        else:
-            self._load_on_workers(weights)
+        load()
         for request_id, changes in self._changes.items():
             if so_far.get(request_id):
                 changes.append((self.version, so_far[request_id]))
@@ -160,16 +183,20 @@ class ContinuousEngine:
             self.llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
         return time.perf_counter() - started
 
-    def _load_on_workers(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def _load_on_workers(self, weights: Weights) -> None:
         from safetensors.torch import save_file
 
         # A file in memory: no iterator can cross to vLLM's workers, and all of them read the same one.
         shared = "/dev/shm" if Path("/dev/shm").is_dir() else None
         with tempfile.NamedTemporaryFile(prefix="lightrl-weights-", dir=shared) as file:
+            if self._janitor is not None:
+                self._janitor.add([file.name])
             save_file({name: tensor.contiguous() for name, tensor in weights}, file.name)
-            for wrong in self.llm.collective_rpc("lightrl_load", args=(file.name,)):
-                if wrong:
-                    raise WeightSyncError(f"a worker does not hold what was sent as {', '.join(wrong[:8])}")
+            self._on_workers("lightrl_load", file.name)
+
+    def _on_workers(self, method: str, argument: str | bytes) -> None:
+        if wrong := [error for error in self.llm.collective_rpc(method, args=(argument,)) if error]:
+            raise WeightSyncError(f"on a worker of this engine, {wrong[0]}")
 
     def score(self, sequences: list[list[int]]) -> list[Tensor]:
         """Return, for each sequence of L tokens, float32 [L - 1]: logprobs of tokens 2..L at temperature 1.
@@ -194,6 +221,6 @@ class ContinuousEngine:
     def close(self) -> None:
         """Release everything; may be called twice."""
         if self.llm is not None:
-            compat.shut_down(self.llm)
-            self.llm = None
+            self._end()
+            self.llm = self._loader = None
             self._config.cleanup()

@@ -13,6 +13,7 @@ from lightrl.distributed import all_objects, rank, world_size
 from lightrl.engines.session import RoundSession
 from lightrl.rng import derive_seed, forked_rng
 from lightrl.types import Completion, Sampling
+from lightrl.weights.source import Weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -101,7 +102,7 @@ class HFEngine:
             scored.append(logits.float().log_softmax(-1).gather(-1, targets[:, None])[:, 0].cpu())
         return scored
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Weights) -> None:
         """Nothing to load: the engine is the policy."""
 
     def sleep(self) -> bool:

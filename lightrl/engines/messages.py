@@ -87,6 +87,18 @@ class TensorMeta(Struct, frozen=True):
     shape: list[int]
 
 
+class SharedMemory(Struct, frozen=True):
+    """CUDA memory of the trainer, in the words by which other processes on its host can open it."""
+
+    handle: bytes
+    num_bytes: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    wait: bool
+
+
 class Configure(Struct, tag=True, frozen=True):
     """Build this engine, or answer :class:`Ready` if it stands already; work of an earlier trainer is dropped."""
 
@@ -108,12 +120,13 @@ class Abort(Struct, tag=True, frozen=True):
 
 
 class Push(Struct, tag=True, frozen=True):
-    """New weights follow in :class:`Chunk` messages; they are loaded when the last has come."""
+    """New weights, which lie in ``shared`` or follow in :class:`Chunk` messages; loaded when the last has come."""
 
     version: int
     tensors: list[TensorMeta]
     recompute_kv: bool
     """Attention states of running requests are computed again under the new weights, or kept."""
+    shared: SharedMemory | None = None
 
 
 class Chunk(Struct, tag=True, frozen=True):
@@ -126,6 +139,10 @@ class Score(Struct, tag=True, frozen=True):
     """Give the logprobs of these sequences at temperature 1."""
 
     sequences: list[list[int]]
+
+
+class Ping(Struct, tag=True, frozen=True):
+    """Answer :class:`Pong` between two steps."""
 
 
 class Stop(Struct, tag=True, frozen=True):
@@ -158,14 +175,18 @@ class Scored(Struct, tag=True, frozen=True):
     logprobs: list[bytes]
 
 
+class Pong(Struct, tag=True, frozen=True):
+    """Answer to :class:`Ping`."""
+
+
 class Failed(Struct, tag=True, frozen=True):
     """The engine cannot go on, or refuses; ``reason`` is for people."""
 
     reason: str
 
 
-FromTrainer = Configure | Generate | Abort | Push | Chunk | Score | Stop
-FromEngine = Ready | Finished | Loaded | Scored | Failed
+FromTrainer = Configure | Generate | Abort | Push | Chunk | Score | Ping | Stop
+FromEngine = Ready | Finished | Loaded | Scored | Pong | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _from_trainer: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)

@@ -22,7 +22,7 @@ import torch
 import zmq
 
 from lightrl.engines import messages, secure
-from lightrl.engines.messages import Abort, Chunk, Configure, Generate, Push, Score, Stop
+from lightrl.engines.messages import Abort, Chunk, Configure, Generate, Ping, Push, Score, Stop
 from lightrl.engines.staging import Staging
 
 _IDLE_MS = 200
@@ -143,9 +143,14 @@ class EngineServer:
                 self._send(messages.Scored([messages.float_bytes(s) for s in scores]))
             case Push():
                 with _refusing("a push"):
-                    self._staging = Staging(message)
+                    if message.shared is None:
+                        self._staging = Staging(message, self._engine.device)
+                    else:
+                        self._loaded(message.version, self._engine.load_shared(message))
             case Chunk():
                 self._add(message, frames)
+            case Ping():
+                self._send(messages.Pong())
             case Stop():
                 self._stopped = True
 
@@ -159,8 +164,10 @@ class EngineServer:
             self._staging = staging
             return
         push = staging.push
-        seconds = self._engine.load(staging.tensors(), push.version, push.recompute_kv)
-        self._send(messages.Loaded(push.version, seconds))
+        self._loaded(push.version, self._engine.load(staging.weights(), push.version, push.recompute_kv))
+
+    def _loaded(self, version: int, seconds: float) -> None:
+        self._send(messages.Loaded(version, seconds))
 
     def _send(self, message: messages.FromEngine, to: bytes | None = None) -> None:
         try:

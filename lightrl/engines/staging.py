@@ -1,4 +1,4 @@
-"""Weights on arrival, piece by piece, beside the ones that still generate."""
+"""Weights between trainer and engine, as the bytes of all tensors in one buffer."""
 
 from __future__ import annotations
 
@@ -9,28 +9,54 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.engines.messages import CHUNK_BYTES, Chunk, Push, TensorMeta, encode
+from lightrl.engines.messages import CHUNK_BYTES, Chunk, Push, SharedMemory, TensorMeta, encode
+from lightrl.engines.shared import SharedBuffer, open_shared
+from lightrl.weights.source import HeldWeights, Weights
+
+_ALIGNMENT = 16
+"""Bytes: what any dtype and the widest loads of a GPU want."""
+
+
+def num_bytes(metas: list[TensorMeta]) -> int:
+    """Return the size of a buffer for these tensors.
+
+    Raises:
+        ValueError: one has no dtype or shape that weights can have.
+    """
+    return _spans(metas)[-1].stop if metas else 0
+
+
+def views(buffer: Tensor, metas: list[TensorMeta]) -> list[tuple[str, Tensor]]:
+    """Return (checkpoint name, tensor) pairs that lie in a buffer of :func:`num_bytes` bytes."""
+    spans = zip(metas, _spans(metas), strict=True)
+    return [(meta.name, buffer[span].view(_dtype(meta)).view(meta.shape)) for meta, span in spans]
+
+
+def metas_of(weights: Weights) -> list[TensorMeta]:
+    """Return what has to be said of weights before they come."""
+    return [TensorMeta(n, str(t.dtype).removeprefix("torch."), list(t.shape)) for n, t in weights.outline()]
 
 
 class Staging:
-    """One buffer for all tensors of a push, end to end.
+    """Where the pieces of a push arrive, beside the weights that still generate.
 
     Args:
         push: what will come.
+        device: where to; the engine's own, so that what is left to do at the end is quick.
 
     Raises:
         ValueError: a tensor has no dtype or shape that weights can have, or there is no room for all of them.
     """
 
-    def __init__(self, push: Push) -> None:
+    def __init__(self, push: Push, device: torch.device | str = "cpu") -> None:
         self.push = push
-        self._sizes = [_num_bytes(meta) for meta in push.tensors]
-        if not sum(self._sizes):
+        size = num_bytes(push.tensors)
+        if not size:
             raise ValueError("there is nothing in it")
         try:
-            self._buffer = torch.empty(sum(self._sizes), dtype=torch.uint8)
+            self._buffer = torch.empty(size, dtype=torch.uint8, device=device)
         except (RuntimeError, TypeError) as error:  # the latter beyond 64 bits
-            raise ValueError(f"no room for its {sum(self._sizes)} bytes ({error})") from error
+            raise ValueError(f"no room for its {size} bytes ({error})") from error
         self._received = 0
 
     @property
@@ -53,40 +79,77 @@ class Staging:
         self._buffer[offset : offset + size] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         self._received += size
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (checkpoint name, tensor)."""
-        for meta, data in zip(self.push.tensors, self._buffer.split(self._sizes), strict=True):
-            # A copy: a view into the buffer need not be aligned for its dtype.
-            yield meta.name, data.clone().view(_dtype(meta)).view(meta.shape)
+    def weights(self) -> HeldWeights:
+        """Return what came."""
+        return HeldWeights(views(self._buffer, self.push.tensors))
+
+
+class SharedReader:
+    """Finds the weights of a push in memory of the trainer, which stays open: the next push lies in the same place."""
+
+    def __init__(self) -> None:
+        self._place: tuple[SharedMemory, list[TensorMeta]] | None = None
+        self._weights = HeldWeights([])
+
+    def weights(self, push: Push) -> HeldWeights:
+        """Return the weights.
+
+        Raises:
+            ValueError: the memory cannot be opened from here.
+        """
+        assert push.shared is not None
+        if self._place != (push.shared, push.tensors):
+            self._weights = HeldWeights(views(open_shared(push.shared), push.tensors))
+            self._place = push.shared, push.tensors
+        return self._weights
 
 
 class Shipment:
-    """All weights of one version as bytes, ready to be sent to any number of engines.
+    """All weights of one version in one buffer, ready to be sent to any number of engines.
 
     Args:
-        weights: (checkpoint name, full tensor) pairs; they are copied.
+        weights: they are copied.
         version: optimizer steps done by them.
         recompute_kv: see :class:`~lightrl.engines.messages.Push`.
+        shared: the buffer, for engines that can open it; None: bytes on the host.
     """
 
-    def __init__(self, weights: Iterator[tuple[str, Tensor]], version: int, recompute_kv: bool) -> None:
-        metas, parts = [], []
-        for name, tensor in weights:
-            metas.append(TensorMeta(name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)))
-            parts.append(tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu())
-        self.push = Push(version, metas, recompute_kv)
-        self._buffer = torch.cat(parts)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all tensors."""
-        return len(self._buffer)
+    def __init__(self, weights: Weights, version: int, recompute_kv: bool, shared: SharedBuffer | None = None) -> None:
+        metas = metas_of(weights)
+        held = weights.held()
+        first = held[0][1].device if held else torch.device("cpu")
+        buffer = torch.empty(num_bytes(metas), dtype=torch.uint8, device=first) if shared is None else shared.tensor
+        _pack(weights, held, dict(views(buffer, metas)))
+        if shared is None:
+            self._buffer = buffer.cpu()
+        else:
+            torch.cuda.synchronize(buffer.device)  # engines do not wait for this process's stream
+        self.push = Push(version, metas, recompute_kv, None if shared is None else shared.memory)
 
     def frames(self) -> Iterator[list[Any]]:
         """Yield the multipart messages of the push, in order."""
         yield [encode(self.push)]
-        for offset in range(0, len(self._buffer), CHUNK_BYTES):
-            yield [encode(Chunk(offset)), self._buffer[offset : offset + CHUNK_BYTES].numpy()]
+        if self.push.shared is None:
+            for offset in range(0, len(self._buffer), CHUNK_BYTES):
+                yield [encode(Chunk(offset)), self._buffer[offset : offset + CHUNK_BYTES].numpy()]
+
+
+@torch.no_grad()
+def _pack(weights: Weights, held: list[tuple[str, Tensor]] | None, places: dict[str, Tensor]) -> None:
+    if held is not None:
+        torch._foreach_copy_([places[name] for name, _ in held], [tensor for _, tensor in held])
+        return
+    for name, tensor in weights:
+        places[name].copy_(tensor)
+
+
+def _spans(metas: list[TensorMeta]) -> list[slice]:
+    spans, end = [], 0
+    for meta in metas:
+        start = -(-end // _ALIGNMENT) * _ALIGNMENT
+        end = start + _size(meta)
+        spans.append(slice(start, end))
+    return spans
 
 
 def _dtype(meta: TensorMeta) -> torch.dtype:
@@ -96,7 +159,7 @@ def _dtype(meta: TensorMeta) -> torch.dtype:
     return dtype
 
 
-def _num_bytes(meta: TensorMeta) -> int:
+def _size(meta: TensorMeta) -> int:
     if any(size < 0 for size in meta.shape):
         raise ValueError(f"tensor {meta.name!r} has shape {meta.shape}")
     return math.prod(meta.shape) * _dtype(meta).itemsize

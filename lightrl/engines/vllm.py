@@ -14,17 +14,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightrl.distributed import all_objects, rank, world_size
+from lightrl.distributed import all_objects, make_lone_group, rank, world_size
 from lightrl.engines import compat
 from lightrl.engines.base import WeightSyncError
-from lightrl.engines.fingerprint import Fingerprint
+from lightrl.engines.loader import Loader
 from lightrl.engines.vllm_session import VLLMSession
 from lightrl.lora import check_engine_merges
+from lightrl.policy import plain_class
 from lightrl.rng import derive_seed, forked_rng
 from lightrl.types import Completion, Sampling
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+    from lightrl.weights.source import Weights
 
 _CPU_CACHE_BYTES = 2**28
 OUTPUT = {"logprobs": 0, "flat_logprobs": True, "detokenize": False}
@@ -72,7 +75,7 @@ class VLLMEngine:
         check_engine_merges(policy, engine_args or {})
         vllm = compat.import_vllm()
         self.device, self.dtype = device, dtype
-        self._tp_size = tensor_parallel_size
+        self.tensor_parallel_size = tensor_parallel_size
         self._tp_index, self._tp_rank = divmod(rank(), tensor_parallel_size)
         self._tp_group = _own_group(tensor_parallel_size)
         self._config = tempfile.TemporaryDirectory(prefix="lightrl-")
@@ -86,12 +89,22 @@ class VLLMEngine:
             "enable_sleep_mode": device.type == "cuda",
             **(engine_args or {}),
         }
-        with forked_rng(0), compat.process_kept(), compat.torchrun_environment(rank(), local_rank, world_size()):
-            self.llm: Any = vllm.LLM(**args)
+        make_lone_group(device.type)
+        try:
+            with forked_rng(0), compat.process_kept(), compat.torchrun_environment(rank(), local_rank, world_size()):
+                self.llm: Any = vllm.LLM(**args)
+        except BaseException:
+            self._config.cleanup()
+            compat.drop_groups()
+            raise
+        self._end = compat.end_with(self.llm)
+        self._loader: Any = loader_of(self.llm, self._tp_rank)
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, policy_version: int) -> list[list[Completion]]:
         """See :class:`~lightrl.engines.base.Engine`."""
-        shared = all_objects((prompts, sampling.prompt_seeds), self._tp_group) if self._tp_size > 1 else None
+        shared = (
+            all_objects((prompts, sampling.prompt_seeds), self._tp_group) if self.tensor_parallel_size > 1 else None
+        )
         everyone = [p for theirs, _ in shared for p in theirs] if shared else prompts
         seeds = [s for _, theirs in shared for s in theirs] if shared else list(sampling.prompt_seeds)
         outputs = self._sample(everyone, seeds, sampling) if everyone else []
@@ -136,13 +149,13 @@ class VLLMEngine:
         params = SamplingParams(**SCORE)
         return [prompt_logprobs(o, ids) for ids, o in zip(sequences, self._run(sequences, params, 0), strict=True)]
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Weights) -> None:
         """See :class:`~lightrl.engines.base.Engine`.
 
         Raises:
             WeightSyncError: a tensor did not arrive as it was sent (it is named), or a cache of older weights stays.
         """
-        load_checked(self.llm, weights, self._tp_rank)
+        self._loader.load(weights)
         if not self.llm.reset_prefix_cache():
             raise WeightSyncError("vLLM kept its prefix cache after new weights: requests still hold blocks of it")
 
@@ -162,27 +175,18 @@ class VLLMEngine:
     def close(self) -> None:
         """See :class:`~lightrl.engines.base.Engine`."""
         if self.llm is not None:
-            compat.shut_down(self.llm)
-            self.llm = None
+            self._end()
+            self.llm = self._loader = None
             self._config.cleanup()
 
 
-def load_checked(llm: Any, weights: Iterator[tuple[str, Tensor]], tp_rank: int) -> None:
-    """Put (checkpoint name, full tensor) pairs into an in-process engine and compare what it made of them.
-
-    Raises:
-        WeightSyncError: a tensor did not arrive as it was sent; it is named.
-    """
-    model = compat.model_of(llm)
-    device = next(model.parameters()).device
-    there = ((name, tensor.to(device)) for name, tensor in weights)  # what comes from another process is on the host
-    fingerprint = Fingerprint(model, tp_rank)
-    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": fingerprint.watch(there)})
-    compat.repack_tied_head(model)
-    with torch.no_grad():
-        wrong = fingerprint.mismatches()
-    if wrong:
-        raise WeightSyncError(f"after the push the engine does not hold what was sent as {', '.join(wrong[:8])}")
+def loader_of(llm: Any, tp_rank: int) -> Loader:
+    """Return what loads weights into an in-process engine."""
+    return Loader(
+        compat.model_of(llm),
+        tp_rank,
+        lambda pairs: llm.collective_rpc("reload_weights", kwargs={"weights_iterator": pairs}),
+    )
 
 
 def prompt_logprobs(output: Any, ids: list[int]) -> Tensor:
@@ -209,7 +213,7 @@ def _config_folder(policy: PreTrainedModel, folder: Path, trust_remote_code: boo
 def engine_config(policy: PreTrainedModel) -> PretrainedConfig:
     """Return a copy of the policy's configuration as vLLM has to see it."""
     config = copy.deepcopy(policy.config)
-    config.architectures = [c.__name__ for c in type(policy).__mro__ if c.__module__.startswith("transformers.")][:1]
+    config.architectures = [plain_class(policy).__name__]
     if hasattr(config, "quantization_config"):
         del config.quantization_config  # a 4-bit base reaches the engine merged, as plain weights
     return config

@@ -84,6 +84,7 @@ class Episodes:
 
     Attributes:
         failures: episodes that crashed so far on this rank.
+        failures_in_a_row: episodes that crashed, ahead of training, since the last group with one that did not.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class Episodes:
         self.environment: EnvironmentFactory = made
         self.max_turns, self.max_turn_tokens = max_turns, max_turn_tokens
         self.step_timeout, self.max_steps_at_once = step_timeout, max_steps_at_once
-        self.failures = 0
+        self.failures = self.failures_in_a_row = 0
 
     @property
     def tools(self) -> list[Any] | None:

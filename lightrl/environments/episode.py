@@ -9,11 +9,15 @@ from torch import Tensor
 
 from lightrl.engines.session import Request
 from lightrl.environments.base import Done, Environment, Episodes, Turn
+from lightrl.rewards.base import check_value
 from lightrl.rng import derive_seed
 from lightrl.types import Completion, Prompt, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from lightrl.environments.observation import ObservationEncoder
+    from lightrl.rewards.pool import Outcome
 
 
 class Episode:
@@ -94,10 +98,29 @@ class Episode:
             self._environment = self.how.environment(self.prompt)
         return self._environment.step(turn)
 
-    def end(self, done: Done | None) -> None:
-        """End by the environment's word, or by the budget (None), which earns nothing."""
-        self.truncated = done is None
-        self.reward = 0.0 if done is None else done.reward
+    def hear(self, outcome: Outcome, encoder: ObservationEncoder) -> bool:
+        """Take in how a step ended; return whether the episode is over. What goes wrong ends it, in its ``error``."""
+        try:
+            return self._hear(outcome, encoder)
+        except Exception as error:
+            self.error = error
+            return True
+
+    def _hear(self, outcome: Outcome, encoder: ObservationEncoder) -> bool:
+        if outcome.error is not None:
+            self.error = outcome.error
+            return True
+        if isinstance(outcome.value, Done):
+            self.reward = check_value(outcome.value.reward)
+            return True
+        chat = not isinstance(self.prompt.columns.get("prompt", ""), str)
+        ids = encoder.encode(outcome.value, chat=chat, ended=self.ended_by)
+        if len(self.turns) == self.how.max_turns or len(ids) >= self.left:
+            self.truncated, self.reward = True, 0.0  # the budget earns nothing
+            return True
+        if ids:  # text may encode to nothing
+            self.add_observation(ids)
+        return False
 
     def rollout(self, group_id: int, tokenizer: PreTrainedTokenizerBase) -> Rollout:
         """Return it as a rollout without reward."""

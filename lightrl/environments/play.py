@@ -6,12 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lightrl.engines.session import Request, Session
-from lightrl.environments.base import Done
 from lightrl.environments.episode import Episode
 from lightrl.environments.observation import ObservationEncoder
 from lightrl.environments.steps import StepRunner
-from lightrl.rewards.base import check_value
-from lightrl.rewards.pool import Outcome
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -70,29 +67,8 @@ class Player:
         requests = []
         for key, outcome in self.steps.collect(wait):
             episode = self._live[key]
-            try:
-                ended = self._answer(episode, outcome)
-            except Exception as error:
-                episode.error, ended = error, True
-            if ended:
+            if episode.hear(outcome, self.encoder):
                 del self._live[key]
             else:
                 requests.append(episode.request())
         return requests
-
-    def _answer(self, episode: Episode, outcome: Outcome) -> bool:
-        """Take in what the environment answered; return whether the episode is over."""
-        if outcome.error is not None:
-            episode.error = outcome.error
-            return True
-        if isinstance(outcome.value, Done):
-            episode.end(Done(check_value(outcome.value.reward)))
-            return True
-        chat = not isinstance(episode.prompt.columns.get("prompt", ""), str)
-        ids = self.encoder.encode(outcome.value, chat=chat, ended=episode.ended_by)
-        if len(episode.turns) == episode.how.max_turns or len(ids) >= episode.left:
-            episode.end(None)
-            return True
-        if ids:  # text may encode to nothing
-            episode.add_observation(ids)
-        return False

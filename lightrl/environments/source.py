@@ -17,7 +17,7 @@ from lightrl.environments.play import Player
 from lightrl.environments.steps import StepRunner
 from lightrl.rewards import RewardSum, Score
 from lightrl.rng import derive_seed
-from lightrl.sources import RolloutSource
+from lightrl.sources import RolloutSource, graded
 from lightrl.types import Prompt, RolloutGroup, Sampling
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ class EpisodeSource(RolloutSource):
         rewards: score episodes beside the environment's own reward; None: that alone.
         episodes: the environment and its limits.
         template_kwargs: of the chat template, for observations.
+        patience: episodes that are played ahead of training, and may crash, before one has to end well.
     """
 
     def __init__(
@@ -50,9 +51,10 @@ class EpisodeSource(RolloutSource):
         rewards: RewardSum | None,
         episodes: Episodes,
         template_kwargs: Mapping[str, Any] | None = None,
+        patience: int = 1,
     ) -> None:
         super().__init__(strategy, tokenizer, rewards)
-        self.episodes = episodes
+        self.episodes, self.patience = episodes, patience
         self.encoder = ObservationEncoder(tokenizer, template_kwargs)
 
     def sample(self, prompts: list[Prompt], sampling: Sampling) -> tuple[list[RolloutGroup], list[Score]]:
@@ -70,10 +72,29 @@ class EpisodeSource(RolloutSource):
         finally:
             steps.close()
         self._generated = time.perf_counter()
-        self._report([episode for episode in played if episode.error is not None], len(played))
-        rollouts = [episode.rollout(i // n, self.tokenizer) for i, episode in enumerate(played)]
-        groups = [RolloutGroup(prompt, rollouts[i * n : (i + 1) * n]) for i, prompt in enumerate(prompts)]
-        return groups, self._scores(played)
+        everywhere = all_objects((len(_crashed(played)), len(played)))
+        lost, total = (sum(column) for column in zip(*everywhere, strict=True))
+        self._report(played, total if lost == total else 0)
+        groups = [played[i * n : (i + 1) * n] for i in range(len(prompts))]
+        return self._groups(prompts, groups), self._scores(played)
+
+    def graded(self, prompts: list[Prompt], sampled: list[list[Any]]) -> list[RolloutGroup]:
+        """Return groups of scored rollouts of episodes that were played, one for each prompt; no collective.
+
+        Raises:
+            RuntimeError: none of the last ``patience`` episodes ended well.
+        """
+        played = [episode for group in sampled for episode in group]
+        how, crashed = self.episodes, _crashed(played)
+        how.failures_in_a_row = how.failures_in_a_row + len(played) if len(crashed) == len(played) else 0
+        self._report(played, how.failures_in_a_row if how.failures_in_a_row >= self.patience else 0)
+        return graded(self._groups(prompts, sampled), self._scores(played))
+
+    def _groups(self, prompts: list[Prompt], played: list[list[Episode]]) -> list[RolloutGroup]:
+        return [
+            RolloutGroup(prompt, [episode.rollout(group_id, self.tokenizer) for episode in group])
+            for group_id, (prompt, group) in enumerate(zip(prompts, played, strict=True))
+        ]
 
     def _episode(self, i: int, prompts: list[Prompt], sampling: Sampling) -> Episode:
         which, member = divmod(i, sampling.num_completions)
@@ -103,17 +124,18 @@ class EpisodeSource(RolloutSource):
         # All ranks must have the same terms, also one whose episodes all crashed.
         return [next(rest) if e.error is None else Score(terms=dict.fromkeys(self._names)) for e in played]
 
-    def _report(self, crashed: list[Episode], played: int) -> None:
-        first = self.episodes.failures == 0
+    def _report(self, played: list[Episode], all_crashed: int) -> None:
+        """Count and tell of episodes that crashed; ``all_crashed`` of them, where none ended well, are too many."""
+        crashed, first = _crashed(played), self.episodes.failures == 0
         self.episodes.failures += len(crashed)
-        everywhere = all_objects((len(crashed), played))
-        lost, total = (sum(column) for column in zip(*everywhere, strict=True))
         facts = _facts(crashed[0]) if crashed else "the error is on another rank"
-        if total and lost == total:
-            raise RuntimeError(f"all {total} episodes crashed: {facts}") from (crashed[0].error if crashed else None)
+        if all_crashed:
+            cause = crashed[0].error if crashed else None
+            raise RuntimeError(f"all {all_crashed} episodes crashed: {facts}") from cause
         if crashed and first:
             warnings.warn(
-                f"{len(crashed)} of {played} episodes crashed and are left out; further ones are only counted. {facts}",
+                f"{len(crashed)} of {len(played)} episodes crashed and are left out; further ones are only counted. "
+                f"{facts}",
                 stacklevel=4,
             )
 
@@ -124,6 +146,10 @@ class EpisodeSource(RolloutSource):
     @property
     def _names(self) -> list[str]:
         return [TERM, *super()._names]
+
+
+def _crashed(played: list[Episode]) -> list[Episode]:
+    return [episode for episode in played if episode.error is not None]
 
 
 def _facts(episode: Episode) -> str:

@@ -33,10 +33,12 @@ class _Step:
     future: Future[Outcome] | None = None
     done: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
+    on_end: Callable[[Outcome], object] | None = None
+    """Gets the outcome, on another thread; None: it is to be collected."""
 
 
 class StepRunner:
-    """Runs calls, plain or async, and hands their outcomes back in the order in which they end.
+    """Runs calls, plain or async. Their outcomes are collected in the order in which they end, or awaited one by one.
 
     Args:
         timeout: seconds that each may take, counted from its own start.
@@ -50,7 +52,8 @@ class StepRunner:
         self._ended: queue.SimpleQueue[tuple[_Step, Outcome]] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loop_thread: threading.Thread | None = None
-        self._loop_lock = threading.Lock()
+        self._loop_lock, self._replacing = threading.Lock(), threading.Lock()
+        self._places = asyncio.Semaphore(at_once)
 
     @property
     def pending(self) -> int:
@@ -77,6 +80,24 @@ class StepRunner:
                 break
         return ended
 
+    async def run(self, call: Callable[[], Any]) -> Outcome:
+        """Run ``call()``, for a coroutine that waits for its outcome: :meth:`submit` and :meth:`collect` in one."""
+        loop = asyncio.get_running_loop()
+        async with self._places:
+            outcome: asyncio.Future[Outcome] = loop.create_future()
+            step = _Step(id(outcome), call, on_end=lambda value: loop.call_soon_threadsafe(_settle, outcome, value))
+            self._start(step)
+            try:
+                await asyncio.wait({outcome}, timeout=self.timeout)
+                # On a thread: it may have to wait for the event loop of the steps.
+                late = not outcome.done() and await loop.run_in_executor(None, self._abandon, step)
+            except asyncio.CancelledError:
+                loop.run_in_executor(None, self._abandon, step)
+                raise
+            finally:
+                self._running.pop(step.key, None)
+            return overdue(self.timeout) if late else await outcome
+
     def close(self) -> None:
         """Abandon what still runs and end the event loop."""
         self._waiting.clear()
@@ -90,11 +111,13 @@ class StepRunner:
 
     def _start_waiting(self) -> None:
         while self._waiting and len(self._running) < self.at_once:
-            step = self._waiting.popleft()
-            self._running[step.key] = step
-            step.started = monotonic()
-            step.thread = threading.Thread(target=self._run, args=(step,), name="lightrl-step", daemon=True)
-            step.thread.start()
+            self._start(self._waiting.popleft())
+
+    def _start(self, step: _Step) -> None:
+        self._running[step.key] = step
+        step.started = monotonic()
+        step.thread = threading.Thread(target=self._run, args=(step,), name="lightrl-step", daemon=True)
+        step.thread.start()
 
     def _patience(self, until: float | None) -> float:
         deadline = min((s.started for s in self._running.values()), default=monotonic()) + self.timeout
@@ -131,14 +154,15 @@ class StepRunner:
         return True
 
     def _replace_blocked_loop(self) -> None:
-        if self._loop is None or self._loop_thread is None:
-            return
-        alive = threading.Event()
-        self._loop.call_soon_threadsafe(alive.set)
-        if not alive.wait(_LOOP_ANSWERS_WITHIN):
-            with self._loop_lock:
-                stop_thread(self._loop_thread)
-                self._loop = self._loop_thread = None
+        with self._replacing:
+            if self._loop is None or self._loop_thread is None:
+                return
+            alive = threading.Event()
+            self._loop.call_soon_threadsafe(alive.set)
+            if not alive.wait(_LOOP_ANSWERS_WITHIN):
+                with self._loop_lock:
+                    stop_thread(self._loop_thread)
+                    self._loop = self._loop_thread = None
 
     def _run(self, step: _Step) -> None:
         try:
@@ -162,7 +186,10 @@ class StepRunner:
             if step.done:
                 return
             step.done = True
-        self._ended.put((step, outcome))
+        if step.on_end is None:
+            self._ended.put((step, outcome))
+        else:
+            step.on_end(outcome)
 
     def _running_loop(self) -> asyncio.AbstractEventLoop:
         with self._loop_lock:
@@ -183,6 +210,11 @@ async def _awaited(value: Awaitable[Any]) -> Outcome:
         raise
     except BaseException as error:  # SystemExit would end the loop, and with it the others' steps
         return Outcome(error=error)
+
+
+def _settle(future: asyncio.Future[Outcome], outcome: Outcome) -> None:
+    if not future.done():
+        future.set_result(outcome)
 
 
 def _outcome(future: Future[Outcome]) -> Outcome:

@@ -12,7 +12,7 @@ from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
 from lightrl.engines import messages, secure
-from lightrl.engines.messages import EngineSpec, Finished, Loaded, Output, Ready, Request, Scored
+from lightrl.engines.messages import EngineSpec, Finished, Loaded, Output, Pong, Ready, Request, Scored
 from lightrl.engines.staging import Shipment
 
 _ENDS = (
@@ -67,6 +67,10 @@ class EngineClient:
         scored = await self._ask(Scored, [messages.encode(messages.Score(sequences))])
         return [messages.float_tensor(data) for data in scored.logprobs]
 
+    async def ping(self) -> Pong:
+        """Return as soon as the engine is between two steps."""
+        return await self._ask(Pong, [messages.encode(messages.Ping())])
+
     def generate(self, requests: list[Request]) -> list[asyncio.Future[Output]]:
         """Submit requests; each future ends with its output, or with :class:`EngineLostError`."""
         loop = asyncio.get_running_loop()
@@ -89,6 +93,10 @@ class EngineClient:
         """Ask the process to end."""
         if not self.lost.done():
             self._send([messages.encode(messages.Stop())])
+
+    def give_up(self, reason: str) -> None:
+        """Take the engine for lost; what waits for it is told."""
+        self._lose(reason)
 
     def close(self, linger_ms: int = 0) -> None:
         """End the connection; what waits for the engine is told that it is lost."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from typing import Any, TypeVar
 
 import zmq.asyncio
 from torch import Tensor
@@ -15,28 +16,19 @@ from lightrl.engines.staging import Shipment
 from lightrl.pools.client import EngineClient, EngineLostError
 from lightrl.pools.launchers import Launcher
 from lightrl.pools.loop import END_SECONDS, LoopThread
+from lightrl.pools.member import Home, Member
 from lightrl.rng import derive_seed
 
 _POLL_SECONDS = 0.25
 _ENDING_POLLS = 4
+_PING_SECONDS = 5.0
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 class EngineDiedError(RuntimeError):
     """An engine was lost more often than it may be restarted."""
-
-
-class _Engine:
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.client: EngineClient | None = None
-        self.version = -1
-        self.pushed = 0
-        """Number of the push that it holds; 0: none."""
-        self.serving = False
-        self.losses = 0
-        self.shipping = asyncio.Lock()
 
 
 class EnginePool(LoopThread):
@@ -46,9 +38,10 @@ class EnginePool(LoopThread):
         launcher: starts them.
         spec: what each is.
         seed: of what engines sample without a seed of its own.
-        max_restarts: how often each engine may be lost before the run ends; 0: never.
+        max_restarts: how often each engine may be lost within an hour before the run ends; 0: never.
         start_timeout: seconds that an engine may take to stand.
-        push_timeout: seconds that an engine may take to load weights.
+        push_timeout: seconds that an engine may take to load weights before it counts as lost.
+        answer_timeout: seconds that a serving engine may take to say that it is there before it counts as lost.
     """
 
     def __init__(
@@ -60,18 +53,21 @@ class EnginePool(LoopThread):
         max_restarts: int = 3,
         start_timeout: float = 600.0,
         push_timeout: float = 300.0,
+        answer_timeout: float = 60.0,
     ) -> None:
         super().__init__("lightrl-pool")
         self.launcher, self.spec, self.seed = launcher, spec, seed
         self.max_restarts, self.start_timeout, self.push_timeout = max_restarts, start_timeout, push_timeout
+        self.answer_timeout = answer_timeout
         self.pauses: list[float] = []
         """Seconds that each engine stood still for the last push."""
         self.listeners: list[Callable[[], None]] = []
         """Called on the loop whenever an engine begins or ceases to serve, or has new weights."""
-        self._engines: list[_Engine] = []
+        self._engines: list[Member] = []
         self._supervisors: list[asyncio.Task[None]] = []
         self._latest: Shipment | None = None
         self._pushes = 0
+        self._held: list[asyncio.Lock] = []
 
     # -- from the trainer's thread ------------------------------------------------------------------------------------
 
@@ -83,6 +79,13 @@ class EnginePool(LoopThread):
         """
         self.begin()
         self.call(self._start(), timeout=self.start_timeout * (1 + self.max_restarts) + 10, what="the engines' start")
+
+    def hold(self) -> None:
+        """Wait until no engine reads the last shipment, and let none begin to: its memory may be written to.
+
+        The next push ends this.
+        """
+        self.call(self._hold(), timeout=self.push_timeout, what="an engine that reads weights")
 
     def push(self, shipment: Shipment) -> None:
         """Give weights to every engine, one after the other; return when all that serve hold them."""
@@ -107,11 +110,15 @@ class EnginePool(LoopThread):
         versions = [e.version for e in self._engines if e.serving]
         return min(versions) if versions else self._latest.push.version if self._latest else -1
 
-    async def generate(self, requests: list[Request]) -> list[Output]:
-        """Sample the members of a group on one engine, which shares their prefix; again elsewhere if it is lost."""
+    async def generate(self, requests: list[Request], home: Home | None = None) -> list[Output]:
+        """Sample the members of a group on one engine, ``home`` if it serves; again elsewhere if it is lost."""
         found: dict[str, Output] = {}
+        home = home or Home()
         while missing := [r for r in requests if r.id not in found]:
-            client = await self._least_loaded()
+            if not any(e.serving and e.client is home.client for e in self._engines):
+                home.client = await self._least_loaded()
+            client = home.client
+            assert client is not None
             futures = client.generate(missing)
             try:
                 results = await asyncio.gather(*futures, return_exceptions=True)
@@ -137,12 +144,19 @@ class EnginePool(LoopThread):
             await asyncio.sleep(0)  # or the supervisor would never get to see it
         return scores
 
+    async def _hold(self) -> None:
+        for engine in self._engines:
+            await engine.shipping.acquire()
+            self._held.append(engine.shipping)
+
     async def ship(self, shipment: Shipment) -> None:
         """Give weights to every engine that stands, one after the other, so that the others generate meanwhile."""
         self._latest = shipment
         self._pushes += 1  # not the version: weights may change between two optimizer steps
         number = self._pushes
         self.pauses = []
+        while self._held:
+            self._held.pop().release()
         for engine in self._engines:
             if engine.serving and engine.pushed < number:
                 await self._update(engine)
@@ -156,11 +170,11 @@ class EnginePool(LoopThread):
 
     async def _start(self) -> None:
         self._context = zmq.asyncio.Context()
-        self._engines = [_Engine(i) for i in range(self.launcher.num_engines)]
+        self._engines = [Member(i) for i in range(self.launcher.num_engines)]
         self._supervisors = [asyncio.create_task(self._supervise(e)) for e in self._engines]
         await self.until(lambda: all(e.serving for e in self._engines))
 
-    async def _supervise(self, engine: _Engine) -> None:
+    async def _supervise(self, engine: Member) -> None:
         try:
             while True:
                 reason = await self._serve(engine)
@@ -168,9 +182,9 @@ class EnginePool(LoopThread):
                 if engine.client is not None:
                     engine.client.close()
                 words = self.launcher.last_words(engine.index)
-                engine.losses += 1
-                if engine.losses > self.max_restarts:
-                    often = f"{engine.losses} times, more than max_restarts={self.max_restarts}"
+                losses = engine.note_loss()
+                if losses > self.max_restarts:
+                    often = f"{losses} times within an hour, more than max_restarts={self.max_restarts}"
                     told = f"\nThe last it printed:\n{words}" if words else ""
                     self.fail(EngineDiedError(f"engine {engine.index} was lost ({often}): {reason}{told}"))
                     return
@@ -178,12 +192,13 @@ class EnginePool(LoopThread):
         except Exception as error:
             self.fail(error)
 
-    async def _serve(self, engine: _Engine) -> str:
+    async def _serve(self, engine: Member) -> str:
         """Start an engine, hand it the weights and let it serve; return why it ended."""
         address = await self.launcher.start(engine.index)
         client = engine.client = EngineClient(self._context, address, self.launcher.token)
         engine.version, engine.pushed = -1, 0
         starting = asyncio.create_task(self._bring_up(engine, client))
+        minding = asyncio.create_task(self._mind(engine, client))
         deadline = self.loop.time() + self.start_timeout
         try:
             while not client.lost.done():
@@ -206,8 +221,17 @@ class EnginePool(LoopThread):
             return reason
         finally:
             starting.cancel()
+            minding.cancel()
 
-    async def _bring_up(self, engine: _Engine, client: EngineClient) -> None:
+    async def _mind(self, engine: Member, client: EngineClient) -> None:
+        """Take a serving engine for lost that stands still; while it loads weights, that has its own time limit."""
+        while not client.lost.done():
+            await asyncio.sleep(_PING_SECONDS)
+            if engine.serving and not engine.shipping.locked():
+                with suppress(EngineLostError):
+                    await self._within(self.answer_timeout, "answer", client, client.ping())
+
+    async def _bring_up(self, engine: Member, client: EngineClient) -> None:
         await client.configure(self.spec, derive_seed(self.seed, engine.index, engine.losses))
         while engine.pushed < self._pushes:
             await self._update(engine)
@@ -215,7 +239,7 @@ class EnginePool(LoopThread):
                 return
         await self._set(engine, serving=True)
 
-    async def _update(self, engine: _Engine) -> None:
+    async def _update(self, engine: Member) -> None:
         """Ship the latest weights to one engine; if it is lost meanwhile, its supervisor sees to it."""
         async with engine.shipping:
             shipment, number = self._latest, self._pushes
@@ -224,17 +248,23 @@ class EnginePool(LoopThread):
             if engine.pushed >= number:
                 return
             try:
-                loaded = await asyncio.wait_for(engine.client.ship(shipment), self.push_timeout)
+                work = engine.client.ship(shipment)
+                loaded = await self._within(self.push_timeout, "load weights", engine.client, work)
             except EngineLostError:
                 return
-            except TimeoutError:
-                late = f"engine {engine.index} did not load weights within push_timeout={self.push_timeout:.0f} s"
-                raise TimeoutError(late) from None
             self.pauses.append(loaded.seconds)
             engine.version, engine.pushed = loaded.version, number
         await self._set(engine)
 
-    async def _set(self, engine: _Engine, serving: bool | None = None) -> None:
+    async def _within(self, seconds: float, what: str, client: EngineClient, work: Coroutine[Any, Any, T]) -> T:
+        """Wait for an engine's answer, and no longer than ``seconds``, after which it counts as lost."""
+        try:
+            return await asyncio.wait_for(work, seconds)
+        except TimeoutError:
+            client.give_up(f"it did not {what} within {seconds:g} s")
+            raise EngineLostError(client.lost.result()) from None
+
+    async def _set(self, engine: Member, serving: bool | None = None) -> None:
         engine.serving = engine.serving if serving is None else serving
         assert self._changed is not None
         async with self._changed:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import time
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,7 +16,9 @@ from lightrl.distributed import all_objects, from_rank_zero, rank
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.messages import EngineSpec
 from lightrl.engines.staging import Shipment
-from lightrl.pools.launchers import FixedLauncher, Launcher, LocalLauncher
+from lightrl.pools.launchers import Launcher
+from lightrl.pools.outbox import Outbox, Transport, check_transport
+from lightrl.pools.placement import make_launcher
 from lightrl.pools.pool import EnginePool
 from lightrl.producer import RolloutProducer, Work, completion, request, restore
 from lightrl.queue import RolloutQueue
@@ -24,12 +26,15 @@ from lightrl.rng import derive_seed
 from lightrl.strategies.base import RolloutStrategy
 from lightrl.strategies.colocated import tokens_needed
 from lightrl.weights.canary import Canary
-from lightrl.weights.source import iter_weights
+from lightrl.weights.source import PolicyWeights
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightrl.types import Completion, RolloutGroup, Sampling
+
+
+_MARGIN_SECONDS = 120
 
 
 class AsyncVLLMStrategy(RolloutStrategy):
@@ -51,18 +56,25 @@ class AsyncVLLMStrategy(RolloutStrategy):
         engine_args: further arguments of ``vllm.LLM``.
         recompute_kv: after a push, compute the attention states of running requests again under the new weights;
             False goes on with the old ones, which is faster and a little further from the policy.
+        transport: how weights get to the engines: ``"cuda_ipc"`` (they read the memory of rank 0's GPU, over NVLink
+            from another; on one host), or ``"wire"`` (through host memory and the engines' sockets; anywhere). None:
+            ``"cuda_ipc"`` for engines on GPUs that this run starts on this host.
         max_in_flight: prompts that may be in work at once; None: as many as ``max_staleness`` allows.
         oversample: begin this many times the prompts of a step and take the first to end. What is left is sampled again
             for a later step. Biased: prompts with short completions are trained on more often and earlier.
-        max_restarts: how often each engine may be lost and started again; 0 ends the run at the first loss.
+        max_restarts: how often each engine may be lost and started again within an hour; 0 ends the run at the first
+            loss.
         start_timeout: seconds that an engine may take to stand.
-        push_timeout: seconds that an engine may take to load weights.
-        rollout_timeout: seconds that training waits for a batch.
+        push_timeout: seconds that an engine may take to load weights before it counts as lost.
+        answer_timeout: seconds that a serving engine may stand still before it counts as lost. (One whose process or
+            host is gone or stopped is noticed within five.)
+        rollout_timeout: seconds that training waits for a batch. Collectives (``timeout``) get more time than any wait.
         sync_every: see :class:`RolloutStrategy`.
         kwargs: see :class:`RolloutStrategy`.
 
     Raises:
-        ValueError: an argument is out of range, or ``sync_every`` leaves weights older than ``max_staleness`` allows.
+        ValueError: an argument is out of range, ``sync_every`` leaves weights older than ``max_staleness`` allows, or
+            ``timeout`` ends a collective before rank 0 may be back.
     """
 
     overlaps = True
@@ -77,15 +89,25 @@ class AsyncVLLMStrategy(RolloutStrategy):
         max_model_len: int | None = None,
         engine_args: dict[str, Any] | None = None,
         recompute_kv: bool = True,
+        transport: Transport | None = None,
         max_in_flight: int | None = None,
         oversample: float = 1.0,
         max_restarts: int = 3,
         start_timeout: float = 600.0,
         push_timeout: float = 300.0,
+        answer_timeout: float = 60.0,
         rollout_timeout: float = 1800.0,
         sync_every: int = 1,
         **kwargs: Any,
     ) -> None:
+        # Rank 0 waits for engines while the others wait for it in a collective: they must not give up first.
+        start, push = start_timeout * (1 + max_restarts), start_timeout + push_timeout * num_engines
+        longest = timedelta(seconds=max(start, push, rollout_timeout) + _MARGIN_SECONDS)
+        if kwargs.setdefault("timeout", longest) < longest:
+            raise ValueError(
+                f"timeout={kwargs['timeout']} of the process group is less than rank 0 may wait for engines and "
+                f"rollouts: leave it out, which gives {longest}, or lower rollout_timeout and start_timeout"
+            )
         super().__init__(sync_every=sync_every, **kwargs)
         if max_staleness < 0:
             raise ValueError(f"max_staleness={max_staleness} must be 0 or more: it counts optimizer steps")
@@ -99,12 +121,16 @@ class AsyncVLLMStrategy(RolloutStrategy):
                 raise ValueError(f"{name}={value} must be at least 1")
         if isinstance(pool, str) and pool not in ("local", "ray"):
             raise ValueError(f"pool={pool!r} is neither 'local', 'ray' nor a list of addresses")
+        check_transport(transport)
         RolloutQueue(1, max_staleness, oversample=oversample)
         self.max_staleness, self.pool_kind, self.num_engines = max_staleness, pool, num_engines
         self.rollout_devices, self.engine_tp_size = rollout_devices, tensor_parallel_size
         self.max_model_len, self.engine_args, self.recompute_kv = max_model_len, engine_args or {}, recompute_kv
         self.max_in_flight, self.oversample, self.max_restarts = max_in_flight, oversample, max_restarts
         self.start_timeout, self.push_timeout, self.rollout_timeout = start_timeout, push_timeout, rollout_timeout
+        self.answer_timeout, self.transport = answer_timeout, transport
+        self._outbox: Outbox | None = None
+        self._weights: PolicyWeights | None = None
         self._pool: EnginePool | None = None
         self._producer: RolloutProducer | None = None
         self._canary: Canary | None = None
@@ -122,8 +148,11 @@ class AsyncVLLMStrategy(RolloutStrategy):
                 "correction for that: RLModule(..., correction=TruncatedToken()) weighs them (lightrl.corrections)"
             )
         max_model_len = self.max_model_len or tokens_needed(trainer)
+        self._weights = PolicyWeights(module.policy, self._engine_dtype)
+        self._outbox = Outbox(self.transport, self.root_device, self.pool_kind)
         self._canary = Canary(module.policy.config.get_text_config().vocab_size)
-        from_rank_zero(lambda: self._start(module, max_model_len))
+        with self.phase("setup"):
+            from_rank_zero(lambda: self._start(module, max_model_len))
 
     def _start(self, module: Any, max_model_len: int | None) -> None:
         from lightrl.engines.vllm import engine_config
@@ -144,38 +173,14 @@ class AsyncVLLMStrategy(RolloutStrategy):
             max_restarts=self.max_restarts,
             start_timeout=self.start_timeout,
             push_timeout=self.push_timeout,
+            answer_timeout=self.answer_timeout,
         )
         self._pool.start()
 
     def _pool_launcher(self) -> Launcher:
-        if self.pool_kind == "ray":
-            from lightrl.pools.ray import RayLauncher
-
-            on_gpu = self.root_device.type == "cuda"
-            launcher: Launcher = RayLauncher(
-                self.num_engines, num_gpus=self.engine_tp_size if on_gpu else 0, timeout=self.start_timeout
-            )
-            return launcher
-        if self.pool_kind == "local":
-            return LocalLauncher(self.num_engines, self._devices())
-        return FixedLauncher(list(self.pool_kind))
-
-    def _devices(self) -> list[list[int]] | None:
-        """For each local engine, the GPUs that it sees, as the machine numbers them."""
-        if self.root_device.type != "cuda":
-            return None
-        used = {d.index for d in self.parallel_devices or [] if d.index is not None}
-        free = [i for i in range(torch.cuda.device_count()) if i not in used]
-        devices = free if self.rollout_devices is None else self.rollout_devices
-        size, needed = self.engine_tp_size, self.num_engines * self.engine_tp_size
-        if len(devices) < needed:
-            raise ValueError(
-                f"{self.num_engines} engines of tensor_parallel_size={size} need {needed} GPUs; left beside the "
-                f"trainer are {devices}. Give the trainer fewer (Trainer(devices=...)), or say rollout_devices=[...]"
-            )
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = [int(n) for n in visible.split(",")] if visible else list(range(torch.cuda.device_count()))
-        return [[names[d] for d in devices[i * size : (i + 1) * size]] for i in range(self.num_engines)]
+        used = [d.index for d in self.parallel_devices or [] if d.type == "cuda" and d.index is not None]
+        gpus = self.engine_tp_size if used else 0
+        return make_launcher(self.pool_kind, self.num_engines, gpus, used, self.rollout_devices, self.start_timeout)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -189,13 +194,16 @@ class AsyncVLLMStrategy(RolloutStrategy):
         started, version, module = time.perf_counter(), self._trainer.global_step, self.lightning_module
         first = self._pushed_version is None
         expected = self._canary.trainer_logprobs(module) if first else []
-        weights = iter_weights(module.policy, self._engine_dtype)  # type: ignore[union-attr, arg-type]
+        weights = self._weights
+        assert weights is not None
         if rank() == 0:
-            shipment = Shipment(weights, version, self.recompute_kv)
+            assert self._outbox is not None
+            shipment = self._outbox.pack(weights, version, self.recompute_kv, self._require_pool())
         else:
             for _ in weights:  # gathering them takes all ranks
                 pass
-        from_rank_zero(lambda: self._ship(shipment, expected))
+        with self.phase("push"):
+            from_rank_zero(lambda: self._ship(shipment, expected))
         seconds = time.perf_counter() - started
         self.seconds["time/weight_sync"] = seconds
         self._weights_synced(seconds)
@@ -222,7 +230,8 @@ class AsyncVLLMStrategy(RolloutStrategy):
         self.sync_weights()
         everyone = all_objects((prompts, sampling.prompt_seeds))
         started = time.perf_counter()
-        found: list[list[list[Completion]]] = from_rank_zero(lambda: self._generate(everyone, sampling))
+        with self.phase("generate"):
+            found: list[list[list[Completion]]] = from_rank_zero(lambda: self._generate(everyone, sampling))
         self.seconds["time/generate"] = time.perf_counter() - started
         return found[rank()]
 
@@ -287,6 +296,7 @@ class AsyncVLLMStrategy(RolloutStrategy):
     def _close(self) -> None:
         producer, self._producer = self._producer, None
         pool, self._pool = self._pool, None
+        self._outbox = None
         try:
             if producer is not None:
                 producer.stop()

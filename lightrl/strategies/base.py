@@ -2,42 +2,37 @@
 
 from __future__ import annotations
 
-import warnings
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.plugins.precision import Precision
-from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightrl.engines.session import RoundSession, Session
-from lightrl.policy import decoder_layers
-from lightrl.quantized import quantized_parameters
-from lightrl.sharding import store_frozen
+from lightrl.fsdp import PRECISIONS, check_learning_rate, engine_dtype, shard_model
+from lightrl.strategies.watched import WatchedStrategy
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
     from lightrl.types import Completion, Sampling
 
-PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
-_SMALLEST_BF16_LR = 1e-5  # below it most updates round to nothing in bfloat16 weights
 
-
-class RolloutStrategy(ModelParallelStrategy):
+class RolloutStrategy(WatchedStrategy):
     """Shards the policy over all ranks (FSDP2, also on one) and generates with its current weights.
 
     Args:
         sync_every: optimizer steps between two pushes of the weights into the engine.
         defer_grad_sync: reduce gradients once a step and not once a micro-batch: less communication, but each GPU holds
-            a full unsharded gradient.
+            a full unsharded gradient. One rank always does so: it holds all of it anyway.
         reshard_after_forward: free gathered layers after their forward pass and gather them again in the backward.
-        kwargs: ``process_group_backend`` and ``timeout`` of Lightning's ``ModelParallelStrategy``.
+        kwargs: ``timeout`` of :class:`WatchedStrategy`, ``save_in_background`` of :class:`SavingStrategy`,
+            ``process_group_backend`` of Lightning's ``ModelParallelStrategy``.
 
     Raises:
         ValueError: ``sync_every`` is below 1, the precision is not one of 32-true, bf16-true, bf16-mixed, or bf16-true
@@ -99,7 +94,7 @@ class RolloutStrategy(ModelParallelStrategy):
 
     @property
     def _engine_dtype(self) -> torch.dtype:
-        return torch.float32 if self.precision_plugin.precision == "32-true" else torch.bfloat16
+        return engine_dtype(str(self.precision_plugin.precision))
 
     def _is_stale(self) -> bool:
         """Whether to push now. Training alone moves the schedule: whether somebody validates must not change it."""
@@ -144,7 +139,8 @@ class RolloutStrategy(ModelParallelStrategy):
 
     @override
     def setup_environment(self) -> None:
-        self._check_learning_rate(self.lightning_module)
+        lr = getattr(self.lightning_module, "lr", None)
+        check_learning_rate(lr, str(self.precision_plugin.precision))
         self._tensor_parallel_size = 1
         self._data_parallel_size = self.num_nodes * self.num_processes
         super().setup_environment()
@@ -167,52 +163,29 @@ class RolloutStrategy(ModelParallelStrategy):
             self._shard(companion)
         super().setup(trainer)
 
-    def _check_learning_rate(self, module: Any) -> None:
-        lr = getattr(module, "lr", None)
-        if self.precision_plugin.precision == "bf16-true" and lr is not None and 0 < lr < _SMALLEST_BF16_LR:
-            raise ValueError(
-                f"lr={lr} with precision='bf16-true': updates below {_SMALLEST_BF16_LR} mostly round away in bfloat16 "
-                "weights. Use Trainer(precision='bf16-mixed'), which keeps float32 weights."
-            )
-
     def _shard(self, model: nn.Module, *, offload: bool = False) -> None:
-        if isinstance(model, FSDPModule):
-            return
-        flag = self.precision_plugin.precision
-        if flag == "bf16-true":
-            model.to(torch.bfloat16)
-        if flag == "bf16-mixed":
-            store_frozen(model, torch.bfloat16)
-        low = torch.bfloat16 if flag == "bf16-mixed" else None
-        options: dict[str, Any] = {
-            "mesh": self.device_mesh["data_parallel"],
-            "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
-            "ignored_params": quantized_parameters(model),
-        }
-        if offload:
-            options["offload_policy"] = CPUOffloadPolicy(pin_memory=self.root_device.type == "cuda")
-        # Nothing here writes in place to a model's output, which is what this warns of.
-        warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-        warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", module="lightning")
-        for layer in [] if isinstance(model, nn.Linear) else decoder_layers(model):
-            fully_shard(layer, reshard_after_forward=self.reshard_after_forward, **options)
-        # By default the root keeps what it has gathered, which is the device's memory that offloading is to save.
-        fully_shard(model, reshard_after_forward=True if offload else None, **options)
-        if not offload:
-            model.to(self.root_device)
+        shard_model(
+            model,
+            self.device_mesh["data_parallel"],
+            str(self.precision_plugin.precision),
+            self.root_device,
+            reshard_after_forward=self.reshard_after_forward,
+            offload=offload,
+        )
 
     def sync_gradients(self, last: bool) -> None:
         """Say whether the coming micro-batch is the step's last: with ``defer_grad_sync`` only that one is reduced."""
-        if self.defer_grad_sync:
-            policy: Any = self.lightning_module.policy  # type: ignore[union-attr]
+        policy: Any = self.lightning_module.policy  # type: ignore[union-attr]
+        alone = self.world_size == 1
+        if alone:
+            policy.set_reshard_after_backward(last)
+        if alone or self.defer_grad_sync:
             policy.set_requires_gradient_sync(last)
             policy.set_is_last_backward(last)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        base_left_out = getattr(self.lightning_module, "base_left_out", lambda *_: nullcontext())
-        with base_left_out(checkpoint_path, weights_only):
-            loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        loaded = super().load_checkpoint(checkpoint_path, weights_only)
         self.mark_weights_dirty()
         return loaded
 

@@ -8,15 +8,14 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 from typing_extensions import override
 
 from lightrl.distributed import all_objects
 from lightrl.engines.base import Engine
 from lightrl.engines.hf import HFEngine
 from lightrl.strategies.base import RolloutStrategy
-from lightrl.weights.canary import LONGEST, Canary
-from lightrl.weights.source import iter_weights
+from lightrl.swap import Swap
+from lightrl.weights.canary import LONGEST
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -35,7 +34,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
         max_model_len: longest prompt + completion of the engine, in tokens; None: what the datamodule needs.
         engine_args: further arguments of ``vllm.LLM``, for example ``{"gpu_memory_utilization": 0.5}``.
         sleep: give the engine's memory to the trainer between rollouts (needs ``sync_every=1``).
-        offload_optimizer: give the optimizer's memory to the engine during rollouts.
+        offload_optimizer: give the optimizer's memory to the engine during rollouts; None: where both do not fit.
         sync_every: see :class:`RolloutStrategy`.
         kwargs: see :class:`RolloutStrategy`.
 
@@ -49,7 +48,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
         max_model_len: int | None = None,
         engine_args: dict[str, Any] | None = None,
         sleep: bool = True,
-        offload_optimizer: bool = True,
+        offload_optimizer: bool | None = None,
         sync_every: int = 1,
         **kwargs: Any,
     ) -> None:
@@ -66,8 +65,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
         self.sleep = sleep
         self.offload_optimizer = offload_optimizer
         self._engine: Engine | None = None
-        self._weights_gone = True
-        self._canary: Canary | None = None
+        self._swap: Swap | None = None
 
     @override
     def _configure_launcher(self) -> None:
@@ -95,11 +93,17 @@ class ColocatedVLLMStrategy(RolloutStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         super().setup(trainer)
         module: Any = self.lightning_module
-        self._engine = self._build_engine(module, self.max_model_len or tokens_needed(trainer))
-        self._canary = Canary(module.policy.config.get_text_config().vocab_size)
-        self._weights_gone = True
-        if self.sleep:
-            self._engine.sleep()
+        with self.phase("setup"):
+            self._engine = self._build_engine(module, self.max_model_len or tokens_needed(trainer))
+        self._swap = Swap(
+            self._engine,
+            module,
+            self._engine_dtype,
+            optimizers=lambda: self.optimizers,
+            sleep=self.sleep,
+            offload=self.offload_optimizer,
+            phase=self.phase,
+        )
 
     def _build_engine(self, module: Any, max_model_len: int | None) -> Engine:
         from lightrl.engines.vllm import VLLMEngine
@@ -117,84 +121,45 @@ class ColocatedVLLMStrategy(RolloutStrategy):
 
     @override
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Completion]]:
-        engine = self._engine
-        assert engine is not None
-        with torch.no_grad(), self._rollout_phase(engine):
+        with torch.no_grad(), self.phase("generate"), self._rollout_phase() as engine:
             return engine.generate(prompts, sampling, self.policy_version)
 
     @override
     @contextmanager
     def session(self, sampling: Sampling) -> Iterator[Session]:
-        engine = self._engine
-        assert engine is not None
-        with torch.no_grad(), self._rollout_phase(engine), engine.session(sampling, self.policy_version) as session:
+        with (
+            torch.no_grad(),
+            self.phase("generate"),
+            self._rollout_phase() as engine,
+            engine.session(sampling, self.policy_version) as session,
+        ):
             yield session
 
     @contextmanager
-    def _rollout_phase(self, engine: Engine) -> Iterator[None]:
+    def _rollout_phase(self) -> Iterator[Engine]:
+        swap = self._swap
+        assert swap is not None
         started = time.perf_counter()
-        pushing = generating = 0.0
-        with self._optimizer_offloaded():
-            if self.sleep:
-                engine.wake_weights()
-            fresh = self._is_stale()
-            expected: list[Tensor] = []
-            if fresh or self._weights_gone:
-                push_started = time.perf_counter()
-                expected = self._push(engine)
-                pushing = time.perf_counter() - push_started
-            if self.sleep:
-                engine.wake_cache()
-            if expected:
-                self._verify(engine, expected)
-            if fresh:
+        stale = self._is_stale()
+        pushing = swap.to_engine(stale)
+        try:
+            if stale:
                 self._weights_synced(pushing)
             entered = time.perf_counter()
-            yield
+            yield swap.engine
             generating = time.perf_counter() - entered
-            if self.sleep:
-                self._weights_gone = engine.sleep()
+        except BaseException:
+            swap.take_back()
+            raise
+        swap.to_trainer()
         swapping = time.perf_counter() - started - pushing - generating
         self.seconds = {"time/generate": generating, "time/weight_sync": pushing, "time/swap": swapping}
-
-    def _push(self, engine: Engine) -> list[Tensor]:
-        assert self._canary is not None
-        module: Any = self.lightning_module
-        expected = self._canary.trainer_logprobs(module)
-        engine.load_weights(iter_weights(module.policy, self._engine_dtype))
-        self._weights_gone = False
-        return expected
-
-    def _verify(self, engine: Engine, expected: list[Tensor]) -> None:
-        assert self._canary is not None
-        self._canary.check(engine, expected, self._engine_dtype)
-
-    @contextmanager
-    def _optimizer_offloaded(self) -> Iterator[None]:
-        if not self.offload_optimizer or self.root_device.type != "cuda":
-            yield
-            return
-        self._move_optimizer_state("cpu")
-        torch.cuda.empty_cache()
-        try:
-            yield
-        finally:
-            self._move_optimizer_state(self.root_device)
-
-    def _move_optimizer_state(self, device: torch.device | str) -> None:
-        for optimizer in self.optimizers:
-            if getattr(optimizer, "places_own_state", False):
-                continue
-            for state in optimizer.state.values():
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and value.ndim:
-                        state[key] = value.to(device)
 
     @override
     def teardown(self) -> None:
         if self._engine is not None:
             self._engine.close()
-            self._engine = None
+            self._engine = self._swap = None
         super().teardown()
 
 

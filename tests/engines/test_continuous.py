@@ -8,7 +8,7 @@ from lightrl.engines.continuous import ContinuousEngine
 from lightrl.engines.messages import EngineSpec, Request
 from lightrl.engines.vllm import engine_config
 from lightrl.producer import completion
-from lightrl.weights.source import iter_weights
+from lightrl.weights.source import PolicyWeights
 from tests.helpers.fits import cleaned_up
 from tests.helpers.tiny import VOCAB, by_hand, tiny_model
 
@@ -53,11 +53,11 @@ def test_a_push_in_the_middle_of_a_request(recompute_kv: bool) -> None:
     with cleaned_up(), compat.process_kept():
         engine = ContinuousEngine(EngineSpec(engine_config(old).to_dict(), "float32", 64))
         try:
-            engine.load(iter_weights(old, torch.float32), 3, recompute_kv)
+            engine.load(PolicyWeights(old, torch.float32), 3, recompute_kv)
             engine.submit(Request("long", [4, 5, 6], 40))
             for _ in range(12):
                 assert engine.step() == []
-            engine.load(iter_weights(new, torch.float32), 4, recompute_kv)
+            engine.load(PolicyWeights(new, torch.float32), 4, recompute_kv)
             engine.submit(Request("late", [4, 5, 6], 5))
             outputs = []
             while engine.busy:

@@ -26,6 +26,7 @@ from lightrl.engines.messages import (
     Stop,
 )
 from lightrl.engines.staging import Shipment
+from lightrl.weights.source import HeldWeights
 from tests.helpers.served import SPEC, Served, push
 
 DEEP = b"\x91" * 100_000  # a list in a list in a list ...
@@ -71,7 +72,7 @@ def test_bad_input_of_the_trainer_is_answered_and_the_server_goes_on(
     assert isinstance(answer, Failed)
     assert reason in answer.reason
     assert reason in caplog.text
-    for parts in Shipment(iter([("w", torch.tensor([1.0, 2.0]))]), 5, recompute_kv=True).frames():
+    for parts in Shipment(HeldWeights([("w", torch.tensor([1.0, 2.0]))]), 5, recompute_kv=True).frames():
         trainer.send(*(bytes(p) for p in parts))
     assert trainer.receive() == Loaded(5, 0.0)
     assert served.engine.loaded == [(5, {"w": [1.0, 2.0]})]

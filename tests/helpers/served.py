@@ -29,6 +29,7 @@ class FakeEngine:
     """Stands where vLLM would: everything before it is real."""
 
     busy = False
+    device = "cpu"
 
     def __init__(self) -> None:
         self.spec, self.loaded, self.submitted, self.closed = SPEC, [], [], False

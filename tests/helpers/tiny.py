@@ -26,14 +26,14 @@ SMALL = {
 """Configuration of a model of any family, smaller still."""
 
 
-def tiny_model(seed: int = 0, *, tied: bool = True, layers: int = 2) -> Qwen3ForCausalLM:
+def tiny_model(seed: int = 0, *, tied: bool = True, layers: int = 2, kv_heads: int = 1) -> Qwen3ForCausalLM:
     config = Qwen3Config(
         vocab_size=VOCAB,
         hidden_size=128,
         intermediate_size=256,
         num_hidden_layers=layers,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=kv_heads,
         head_dim=64,
         max_position_embeddings=128,
         tie_word_embeddings=tied,

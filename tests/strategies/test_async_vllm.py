@@ -8,6 +8,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,57 +23,15 @@ from lightrl.corrections import TruncatedToken
 from lightrl.engines import secure
 from lightrl.pools.pool import EngineDiedError
 from lightrl.strategies import AsyncVLLMStrategy, ColocatedVLLMStrategy
+from tests.helpers.ahead import AtStep, Record, processes_of
+from tests.helpers.draws import draw, first_difference, seed_of
 from tests.helpers.fits import BAR, quiet_trainer, tiny_data, whole_weights
-from tests.helpers.fits import plain_copy as copy_of
-from tests.helpers.tiny import by_hand, tiny_model, tiny_prompts
+from tests.helpers.tiny import tiny_model, tiny_prompts
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 DETECTED, ENDED = 5.0, 10.0
 """Seconds in which a lost engine is noticed, and in which engines end after their trainer."""
-
-
-class Record(Callback):
-    """What each step trained on and when, and the policy of every push."""
-
-    def __init__(self, step_seconds: float = 0.0) -> None:
-        self.step_seconds = step_seconds
-        self.rollouts: list[list[Any]] = []
-        self.ages: list[int] = []
-        self.losses: list[float] = []
-        self.policies: dict[int, Any] = {}
-        self.validated = 0
-
-    def on_weights_synced(self, trainer: Any, module: Any, policy_version: int, seconds: float) -> None:
-        self.policies[policy_version] = copy_of(module)
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        self.rollouts.append(batch.rollouts)
-        self.ages += [trainer.global_step - int(r.policy_versions.min()) for r in batch.rollouts]
-        time.sleep(self.step_seconds)
-
-    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-        self.losses.append(float(trainer.callback_metrics["train/loss"]))
-
-    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
-        self.validated += len(batch)
-        assert batch.policy_version == trainer.global_step
-
-    @property
-    def prompts(self) -> Counter[tuple[int, ...]]:
-        """How many groups of each prompt were trained on."""
-        groups = {(step, tuple(r.prompt_ids), r.group_id) for step, rs in enumerate(self.rollouts) for r in rs}
-        return Counter(prompt for _, prompt, _ in groups)
-
-    def gaps(self, policies: dict[int, Any] | None = None) -> list[float]:
-        """Largest |difference| of each rollout's logprobs to those of the policies that its tokens say they are of."""
-        found = []
-        for r in (r for rs in self.rollouts for r in rs):
-            for version in r.policy_versions.unique().tolist():
-                right = by_hand((policies or self.policies)[version], r.prompt_ids, r.completion_ids)
-                of_version = r.policy_versions == version
-                found.append(float((right - r.rollout_logprobs)[of_version].abs().max()))
-        return found
 
 
 def fit(strategy: Any, callbacks: Any, *, data: Any = None, lr: float = 0.02, **args: Any) -> tuple[RLModule, Any]:
@@ -82,37 +41,56 @@ def fit(strategy: Any, callbacks: Any, *, data: Any = None, lr: float = 0.02, **
     return module, trainer
 
 
-def processes_of(strategy: AsyncVLLMStrategy) -> dict[int, Any]:
-    assert strategy._pool is not None
-    return strategy._pool.launcher.processes  # type: ignore[attr-defined]
-
-
-class AtStep(Callback):
-    """Does something at the start of one training step."""
-
-    def __init__(self, step: int, act: Any) -> None:
-        self.step, self.act = step, act
-
-    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
-        if trainer.global_step == self.step:
-            self.act(trainer)
-
-
 # -- synchronous ------------------------------------------------------------------------------------------------------
 
 
-def test_b40_staleness_0_with_seeds_is_the_colocated_run() -> None:
-    records = [Record(), Record()]
-    for strategy, record in zip((ColocatedVLLMStrategy(), AsyncVLLMStrategy(max_staleness=0)), records, strict=True):
+def both_ways(steps: int, lrs: tuple[float, float] = (1e-3, 1e-3)) -> tuple[Record, Record]:
+    """The same run with an engine in the trainer's process, and with one of its own at staleness 0."""
+    records = Record(), Record()
+    for strategy, record, lr in zip((ColocatedVLLMStrategy(), AsyncVLLMStrategy(0)), records, lrs, strict=True):
         data = tiny_data(tiny_prompts(16), deterministic=True)
-        fit(strategy, [record], data=data, lr=1e-3, max_steps=10, max_epochs=3)
-    colocated, ahead = records
-    for theirs, ours in zip(colocated.rollouts, ahead.rollouts, strict=True):
+        fit(strategy, [record], data=data, lr=lr, max_steps=steps, max_epochs=steps)
+    return records
+
+
+def is_near_tie(ours: Record, theirs: Record, difference: tuple[int, int, int]) -> bool:
+    """Whether vLLM's own draw falls to the one or the other token by a hair."""
+    step, i, position = difference
+    mine, other = ours.rollouts[step][i], theirs.rollouts[step][i]
+    seed = seed_of(0, step, mine.group_id, i % 3)
+    policy, tokens = ours.policies[step], {r.completion_ids[position] for r in (mine, other)}
+    token = draw(policy, mine, position, seed)
+    return tokens == {token, draw(policy, mine, position, seed, handicap=token)}
+
+
+def test_b40_staleness_0_with_seeds_is_the_colocated_run() -> None:
+    colocated, ahead = both_ways(steps=20)
+    for step in range(10):
+        ours, theirs = ahead.rollouts[step], colocated.rollouts[step]
         assert [r.token_ids.tolist() for r in ours] == [r.token_ids.tolist() for r in theirs]
-    assert ahead.losses == pytest.approx(colocated.losses, abs=1e-5)
-    assert len(ahead.losses) == 10
+    assert ahead.losses[:10] == pytest.approx(colocated.losses[:10], abs=1e-5)
+    assert len(ahead.losses) == 20
     assert set(ahead.ages) == {0}
     assert max(ahead.gaps()) < BAR
+    later = first_difference(ahead.rollouts, colocated.rollouts)
+    assert later is None or is_near_tie(ahead, colocated, later)
+
+
+def test_tokens_that_differ_for_another_reason_are_no_near_tie() -> None:
+    """Weights that drift apart give another token sooner or later; a token changed by hand is no close thing."""
+    colocated, ahead = both_ways(steps=8, lrs=(1e-3, 1.03e-3))
+    draws = [
+        draw(ahead.policies[0], r, j, seed_of(0, 0, r.group_id, i % 3))
+        for i, r in enumerate(ahead.rollouts[0])
+        for j in range(len(r.completion_ids))
+    ]
+    assert draws == [token for r in ahead.rollouts[0] for token in r.completion_ids], "these are vLLM's draws"
+    found = first_difference(ahead.rollouts, colocated.rollouts)
+    assert found is not None
+    assert is_near_tie(ahead, colocated, found)
+    changed = colocated.rollouts[0][0]
+    changed.completion_ids = [(changed.completion_ids[0] + 1) % 32, *changed.completion_ids[1:]]
+    assert not is_near_tie(ahead, colocated, (0, 0, 0))
 
 
 # -- ahead of training ------------------------------------------------------------------------------------------------
@@ -141,6 +119,51 @@ def test_rollouts_ahead_through_a_kill_of_the_engine() -> None:
     older = {v: record.policies[max(v - 1, 0)] for v in record.policies}
     assert max(record.gaps(older)) > 0.01  # with a policy too old it would have shown
     assert record.validated == 2 * 3
+
+
+class TwoEngines(Callback):
+    """Kills one of two engines, has the other hang when both serve again, and ends training when all is well."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        self.pool = trainer.strategy._pool
+        self.processes, self.script = processes_of(trainer.strategy), self._script()
+
+    def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+        self.step = trainer.global_step
+        time.sleep(0.2)  # the cores are for the engines that start again
+        trainer.should_stop = next(self.script, "over") == "over"
+
+    def _script(self) -> Iterator[None]:
+        for index, signal_number in ((0, signal.SIGKILL), (1, signal.SIGSTOP)):
+            sent = time.monotonic()
+            os.kill(self.processes[index].pid, signal_number)
+            for serving, what in ((1, "seen"), (2, "healed")):
+                while sum(e.serving for e in self.pool._engines) != serving:
+                    assert time.monotonic() < sent + 90
+                    yield
+                name = f"{signal_number.name} {what}"
+                self.steps[name], self.seconds[name] = self.step, time.monotonic() - sent
+
+
+def test_a_run_goes_on_with_one_of_two_engines() -> None:
+    story, record = TwoEngines(), Record()
+    data = tiny_data(tiny_prompts(16))
+    strategy = AsyncVLLMStrategy(max_staleness=1, num_engines=2)
+    _, trainer = fit(strategy, [story, record], data=data, lr=1e-4, max_steps=2000, max_epochs=-1)
+    for signal_number in ("SIGKILL", "SIGSTOP"):
+        assert story.seconds[f"{signal_number} seen"] < {"SIGKILL": DETECTED, "SIGSTOP": 2 * DETECTED}[signal_number]
+        assert story.steps[f"{signal_number} healed"] > story.steps[f"{signal_number} seen"] + 2, "it went on meanwhile"
+    assert max(record.ages) <= 1
+    assert max(record.gaps()) < BAR
+    ahead = 2 * 4
+    order = Counter(tuple(p.token_ids) for p in data._train)
+    passes = trainer.global_step * 4 / 16
+    assert set(record.prompts) == set(order)
+    assert all(passes - 1 - ahead / 16 <= n <= passes + 1 + ahead / 16 for n in record.prompts.values())
 
 
 def test_without_restarts_the_trainer_tells_the_engines_last_words() -> None:
@@ -244,6 +267,7 @@ def test_two_engines_started_by_hand_serve_two_runs(two_servers: Any) -> None:
 
 def endless(folder: str) -> None:
     """Train until someone ends it, telling where its engine is."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests with &
     strategy = AsyncVLLMStrategy(max_staleness=1)
 
     def tell(trainer: Any) -> None:
@@ -263,6 +287,27 @@ def start_endless(folder: Path) -> tuple[subprocess.Popen[str], dict[str, Any]]:
     time.sleep(0.2)
     assert trainer.poll() is None, trainer.communicate()[0]
     return trainer, json.loads(about.read_text())
+
+
+def test_ctrl_c_while_the_engine_starts_leaves_nothing(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.strategies.test_async_vllm", str(tmp_path)]
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    trainer = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+    process, deadline = psutil.Process(trainer.pid), time.monotonic() + 120
+    while not (children := process.children(recursive=True)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    time.sleep(1.0)
+    assert not list(tmp_path.glob("engine.json")), "it trains already"
+    sent = time.monotonic()
+    trainer.send_signal(signal.SIGINT)
+    said = trainer.communicate(timeout=ENDED + 5)[0]
+    assert time.monotonic() - sent < ENDED
+    assert trainer.returncode not in (0, -signal.SIGKILL), said
+    assert "Traceback" not in said, said
+    gone, alive = psutil.wait_procs(children, timeout=1)
+    assert gone
+    assert not alive
+    assert not list(tmp_path.glob("lightrl-pool-*"))
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT], ids=["kill", "ctrl-c"])
@@ -316,11 +361,20 @@ def test_two_ranks_share_one_pool(tmp_path: Path) -> None:
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be at least 1"),
         ({"pool": "slurm"}, "pool='slurm' is neither"),
         ({"oversample": 0.5}, "oversample=0.5 must be 1 or more"),
+        ({"timeout": timedelta(minutes=30)}, "timeout=0:30:00 of the process group is less than rank 0 may wait"),
     ],
 )
 def test_b40_bad_arguments(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         AsyncVLLMStrategy(**args)
+
+
+@pytest.mark.parametrize("args", [{}, {"rollout_timeout": 9000.0}, {"num_engines": 8, "push_timeout": 1000.0}])
+def test_collectives_wait_longer_than_rank_0(args: dict[str, Any]) -> None:
+    strategy = AsyncVLLMStrategy(**args)
+    push = strategy.start_timeout + strategy.num_engines * strategy.push_timeout
+    start = strategy.start_timeout * (1 + strategy.max_restarts) + 10
+    assert strategy._timeout.total_seconds() >= max(start, push, strategy.rollout_timeout) + 60
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ from lightrl import RLModule
 from lightrl.engines import compat
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.fingerprint import Fingerprint
-from lightrl.strategies import ColocatedVLLMStrategy, colocated
+from lightrl.strategies import ColocatedVLLMStrategy
+from lightrl.weights import source
+from lightrl.weights.source import PolicyWeights
 from tests.helpers.fits import (
     BAR,
     Witness,
@@ -202,12 +204,12 @@ def test_a_stale_tied_head_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_engine_that_computes_another_model_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = colocated.iter_weights
+    right = source.iter_weights
 
-    def wrong_policy(model: Any, dtype: torch.dtype) -> Any:
-        return ((name, 2 * tensor if name == "model.norm.weight" else tensor) for name, tensor in right(model, dtype))
+    def wrong_policy(model: Any, *how: Any) -> Any:
+        return ((name, 2 * tensor if name == "model.norm.weight" else tensor) for name, tensor in right(model, *how))
 
-    monkeypatch.setattr(colocated, "iter_weights", wrong_policy)
+    monkeypatch.setattr(source, "iter_weights", wrong_policy)
     with pytest.raises(WeightSyncError, match="engine and trainer disagree: mean"):
         fit(tiny_model(), max_steps=1)
 
@@ -463,7 +465,7 @@ def run_engine(check: Callable[[str], None]) -> None:
     model = tiny_model()
     engine = VLLMEngine(model, local_rank=0, device=torch.device("cpu"), dtype=torch.float32, max_model_len=64)
     check("built")
-    engine.load_weights(iter(model.named_parameters()))
+    engine.load_weights(PolicyWeights(model, torch.float32))
     engine.generate(PROMPTS, sampling(), 0)
     check("generated")
     engine.generate(PROMPTS, sampling(prompt_seeds=(1, 2, 3)), 0)

@@ -1,0 +1,1 @@
+"""The parts of lightrl in loops of one's own, without a Trainer."""

@@ -1,0 +1,77 @@
+"""Weights into an engine's module: by plan where its layout is plain, else by vLLM's reload; checked always."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightrl.engines import compat
+from lightrl.engines.base import WeightSyncError
+from lightrl.engines.fingerprint import Fingerprint
+from lightrl.engines.plan import Copies, CopyPlan
+from lightrl.walk import Walk
+from lightrl.weights.source import Weights
+
+
+class Loader:
+    """Loads one module again and again.
+
+    What vLLM reloads is compared tensor by tensor each time. A plan is compared so once; later a stretch of every
+    tensor is.
+
+    Args:
+        model: the engine's module on this rank.
+        tp_rank: this rank's place in its tensor-parallel group.
+        reload: vLLM's ``reload_weights`` on an iterator of (checkpoint name, full tensor).
+    """
+
+    def __init__(self, model: Any, tp_rank: int, reload: Callable[[Iterator[tuple[str, Tensor]]], object]) -> None:
+        self._model, self._tp_rank, self._reload = model, tp_rank, reload
+        self._walk = Walk(model)
+        self._device = next(model.parameters()).device
+        self._places: list[int] = []
+        self._plan: CopyPlan | None = None
+        self._copied: list[tuple[str, Tensor]] | None = None
+        self._copies: Copies | None = None
+
+    @torch.no_grad()
+    def load(self, weights: Weights) -> None:
+        """Put all of ``weights`` in.
+
+        Raises:
+            WeightSyncError: a tensor did not arrive as it was sent; it is named.
+        """
+        places = self._where()
+        if places != self._places:  # the first time, or the engine has moved its parameters
+            self._plan, self._places = CopyPlan.record(self._model, weights.outline()), places
+            self._copied = self._copies = None
+            self._load_compared(weights)
+        elif self._plan is None:
+            self._load_compared(weights)
+        elif (held := weights.held()) is not None:
+            if self._copies is None or held is not self._copied:
+                self._copies, self._copied = self._plan.bind(held), held
+            self._copies.run()
+        else:
+            self._plan.copy(self._here(weights))
+
+    def _where(self) -> list[int]:
+        with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are of classes that would make this slow
+            return [p.data_ptr() for _, p in self._walk.parameters()]
+
+    def _load_compared(self, weights: Weights) -> None:
+        fingerprint = Fingerprint(self._model, self._tp_rank)
+        watched = fingerprint.watch(self._here(weights))
+        if self._plan is not None:
+            self._plan.copy(watched)
+        else:
+            self._reload(watched)
+            compat.repack_tied_head(self._model)
+        if wrong := fingerprint.mismatches():
+            raise WeightSyncError(f"after the push the engine does not hold what was sent as {', '.join(wrong[:8])}")
+
+    def _here(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
+        return ((name, tensor.to(self._device)) for name, tensor in weights)

@@ -1,0 +1,78 @@
+"""How a model is sharded and in which precision it computes: FSDP2 over the ranks of a mesh."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from lightrl.policy import decoder_layers
+from lightrl.quantized import quantized_parameters
+from lightrl.sharding import store_frozen
+
+PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
+_SMALLEST_BF16_LR = 1e-5  # below it most updates round to nothing in bfloat16 weights
+
+
+def check_learning_rate(lr: float | None, precision: str) -> None:
+    """Raise ValueError where most updates of size ``lr`` would round away in bfloat16 weights."""
+    if precision == "bf16-true" and lr is not None and 0 < lr < _SMALLEST_BF16_LR:
+        raise ValueError(
+            f"lr={lr} with precision='bf16-true': updates below {_SMALLEST_BF16_LR} mostly round away in bfloat16 "
+            "weights. Use precision='bf16-mixed', which keeps float32 weights."
+        )
+
+
+def engine_dtype(precision: str) -> torch.dtype:
+    """Return the dtype of the weights of an engine beside a model that is trained in ``precision``."""
+    return torch.float32 if precision == "32-true" else torch.bfloat16
+
+
+def shard_model(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    precision: str,
+    device: torch.device,
+    *,
+    reshard_after_forward: bool = True,
+    offload: bool = False,
+) -> None:
+    """Shard each decoder layer and the rest of ``model``, in place, and move it to ``device``; once only.
+
+    Args:
+        model: on every rank the same.
+        mesh: of one dimension.
+        precision: one of ``PRECISIONS``.
+        device: of this rank.
+        reshard_after_forward: free gathered layers after their forward pass.
+        offload: keep the shards in CPU memory.
+    """
+    if isinstance(model, FSDPModule):
+        return
+    if precision == "bf16-true":
+        model.to(torch.bfloat16)
+    if precision == "bf16-mixed":
+        store_frozen(model, torch.bfloat16)
+    low = torch.bfloat16 if precision == "bf16-mixed" else None
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        "mp_policy": MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32),
+        "ignored_params": quantized_parameters(model),
+    }
+    if offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    # Nothing here writes in place to a model's output, which is what this warns of.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", module="lightning")
+    # One rank has nothing to gather, only copies to make.
+    reshard = reshard_after_forward and mesh.size() > 1
+    for layer in [] if isinstance(model, nn.Linear) else decoder_layers(model):
+        fully_shard(layer, reshard_after_forward=reshard, **options)
+    # By default the root keeps what it has gathered, which is the device's memory that offloading is to save.
+    fully_shard(model, reshard_after_forward=True if offload else None, **options)
+    if not offload:
+        model.to(device)
