@@ -36,7 +36,7 @@ def gaps(outputs: list[Any], prompts: list[list[int]], policies: list[Any]) -> l
     """For each span of each completion that follows a push: its version, and how far it is from that policy."""
     import torch
 
-    from lightrl.producer import completion
+    from lightrl.partial import completion
 
     found = []
     for output, prompt in zip(outputs, prompts, strict=True):

@@ -52,12 +52,16 @@ def measure(engine: Any, policy: Any) -> tuple[dict[str, str], bool]:
     pushes, gaps = [], []
     for i in range(PUSHES):
         changed(policy, i)
+        engine.sleep()
+        engine.wake_weights()
         pushes.append(1000 * seconds(lambda: engine.load_weights(weights)))
+        engine.wake_cache()
         gaps.append(gap(engine.score(IDS), policy))
     parts = {
         "of that, looking the policy's tensors up": 1000 * min(seconds(weights.held) for _ in range(5)),
         "of that, the engine's": 1000 * min(seconds(engine._loader._where) for _ in range(5)),
-        "of that, forgetting cached states": 1000 * min(seconds(engine.llm.reset_prefix_cache) for _ in range(5)),
+        "where the engine is awake, forgetting states": 1000
+        * min(seconds(engine.llm.reset_prefix_cache) for _ in range(5)),
         "of that, copy and comparison": 1000 * min(seconds(engine._loader._copies.run) for _ in range(5)),
     }
     awake = [seconds(lambda: asleep_and_awake(engine, weights)) for _ in range(SLEEPS)]

@@ -51,7 +51,7 @@ def make(rng: random.Random) -> tuple[Any, Any]:
 
 def stretch(seen: Seen, step: int, steps: int, state: Any, rng: random.Random) -> Any:
     """Train from ``step`` on a new producer that goes on from ``state``; return the state at the end."""
-    from lightrl.producer import RolloutProducer, restore
+    from lightrl.producer import RolloutProducer
     from lightrl.queue import RolloutQueue
     from tests.helpers.pools import numbers_of
 
@@ -60,7 +60,7 @@ def stretch(seen: Seen, step: int, steps: int, state: Any, rng: random.Random) -
     producer = RolloutProducer(pool, queue, work, timeout=SECONDS)
     if state:
         work.order.load_state_dict(state["order"])
-        restore(queue, producer.rows, state)
+        producer.restore(state)
     try:
         producer.start()
         for now in range(step, step + steps):

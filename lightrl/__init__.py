@@ -27,7 +27,9 @@ __all__ = [
     "RolloutBatch",
     "RolloutDataModule",
     "RolloutGroup",
+    "RolloutServer",
     "Sampling",
+    "TrainWorker",
     "Trainer",
     "WeightManager",
     "clipped_policy_loss",
@@ -37,6 +39,8 @@ __all__ = [
 ]
 
 _LATER = {
+    "RolloutServer": "lightrl.rollout_server",
+    "TrainWorker": "lightrl.train_worker",
     "WeightManager": "lightrl.weight_manager",
     "parse_vllm_outputs": "lightrl.outputs",
 }

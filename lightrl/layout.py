@@ -74,7 +74,10 @@ class SequenceLayout:
         return Spans(self.cu_seqlens, longest_query, index, cu_keys, longest_key, _wants_to_be_told())
 
     def _cumulative(self, lengths: list[int]) -> Tensor:
-        return F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(self.device, torch.int32)
+        return self._there(F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32))
+
+    def _there(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.device, non_blocking=True)  # else the host would wait for all that the device has to do
 
     def _span(self, piece: int) -> slice:
         return slice(self._starts[piece], self._starts[piece + 1]) if piece >= 0 else slice(0, 0)
@@ -90,7 +93,7 @@ class SequenceLayout:
         spans = [(self._span(p), self._span(i)) for i, p in enumerate(self.prefixes)]
         index = torch.cat([torch.arange(s.start, s.stop) for pair in spans for s in pair])
         lengths = [sum(s.stop - s.start for s in pair) for pair in spans]
-        return index.to(self.device), self._cumulative(lengths), max(lengths)
+        return self._there(index), self._cumulative(lengths), max(lengths)
 
     def blocks(self) -> tuple[list[Block], Tensor]:
         """Return pieces in blocks, and the way back: an index [T] into the real tokens of all blocks end to end."""
@@ -106,8 +109,8 @@ class SequenceLayout:
                     starts = torch.tensor([self._starts[i] for i in members])[:, None]
                     index, real = starts + torch.minimum(column, size - 1), column < size
                     flat.append(index[real])
-                    self._blocks.append(Block(index.to(self.device), real.to(self.device), self._span(prefix)))
-            self._inverse = torch.cat(flat).argsort().to(self.device)
+                    self._blocks.append(Block(self._there(index), self._there(real), self._span(prefix)))
+            self._inverse = self._there(torch.cat(flat).argsort())
         return self._blocks, self._inverse
 
 

@@ -29,21 +29,20 @@ class Meter:
         self._maxima: dict[str, Tensor] = {}
         self._histograms: dict[str, tuple[Tensor, float]] = {}
 
-    def add(self, name: str, values: Tensor | float, *, mask: Tensor | None = None, weight: float = 1.0) -> None:
+    def add(self, name: str, values: Tensor | float, *, mask: Tensor | None = None) -> None:
         """Add values to the mean called ``name``.
 
         Args:
             name: metric key.
             values: any shape; NaN entries are skipped.
-            mask: like ``values``: False entries are skipped.
-            weight: how many entries each value stands for.
+            mask: False entries are skipped; of a shape that ``values`` have or can be expanded to.
         """
         values = torch.as_tensor(values).detach().double()
         keep = ~values.isnan()
         if mask is not None:
             keep = keep & mask
-        total = torch.where(keep, values, torch.zeros_like(values)).sum() * weight
-        self.add_sum(name, total, keep.sum() * weight)
+        total = torch.where(keep, values, torch.zeros_like(values)).sum()
+        self.add_sum(name, total, keep.sum())
 
     def add_sum(self, name: str, total: Tensor | float, count: Tensor | float) -> None:
         """Add a sum over ``count`` entries to the mean called ``name``."""
@@ -76,14 +75,13 @@ class Meter:
 
     def add_all(self, metrics: Mapping[str, Tensor | float], mask: Tensor) -> None:
         """Add what a loss returns: tensors shaped like ``mask`` token by token, numbers once for each live token."""
-        live = float(mask.sum())
         for name, value in metrics.items():
-            if isinstance(value, Tensor) and value.shape == mask.shape:
-                self.add(name, value, mask=mask)
-            elif live:
-                self.add(name, value, weight=live)
-            else:
-                self.add_sum(name, 0.0, 0.0)  # every rank must have the same names
+            if not isinstance(value, Tensor):
+                value = mask.new_full((), value, dtype=torch.float64)
+            if value.shape != mask.shape:
+                # As often as there are tokens: to ask a GPU how many are live would have it run dry.
+                value = value.to(mask.device).reshape(-1, *[1] * mask.ndim).expand(-1, *mask.shape)
+            self.add(name, value, mask=mask)
 
     def means(
         self,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 
-PHASES = ("setup", "generate", "push", "reward", "score", "train", "save", "load", "other")
+PHASES = ("setup", "swap", "generate", "push", "reward", "score", "train", "save", "load", "other")
 SECONDS = 1800.0
 """How long a phase may take where nothing else is said."""
 

@@ -8,10 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from lightrl.engines.messages import Output, Request, float_tensor
+from lightrl.engines.messages import Output, Request
 from lightrl.engines.session import Request as Turn
+from lightrl.partial import Parts, completion
 from lightrl.pools.member import Home
 from lightrl.prompts import CurriculumOrder
 from lightrl.queue import RolloutQueue, Ticket
@@ -20,7 +19,7 @@ from lightrl.rollout_state import group_from_state, group_to_state
 from lightrl.types import Completion, Prompt, RolloutGroup, Sampling
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from lightrl.environments.ahead import EpisodesAhead
     from lightrl.pools.pool import EnginePool
@@ -74,6 +73,8 @@ class RolloutProducer:
         self.pool, self.queue, self.work, self.timeout = pool, queue, work, timeout
         self.rows: dict[int, int] = {}
         """Row of the prompt of each ticket that is not trained on yet, by number."""
+        self.parts = Parts()
+        """What there is of groups that are not scored yet."""
         self._refused: list[RolloutGroup] = []
         self._serial = itertools.count()
         self._groups: dict[int, asyncio.Task[None]] = {}
@@ -82,6 +83,17 @@ class RolloutProducer:
         self._event = asyncio.Event()
         self._loops: list[asyncio.Task[None]] = []
         self._stopped = False
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Before the start: take over what ``state`` holds: ready groups, parts of others, and prompts to begin."""
+        self.queue.next_number = state["next_number"]
+        self.rows |= {int(number): int(row) for number, row in state["rows"]}
+        for entry in state["ready"]:
+            group = None if entry["group"] is None else group_from_state(entry["group"])
+            self.queue.tickets[entry["number"]] = Ticket(entry["number"], entry["version"], group, ready=True)
+        self.queue.begun = len(self.queue.tickets)
+        self.queue.again = sorted(number for number in self.rows if number not in self.queue.tickets)
+        self.parts.restore(state.get("parts", []))
 
     def start(self) -> None:
         """Begin to fill the queue."""
@@ -147,6 +159,11 @@ class RolloutProducer:
         ticket = self.queue.begin(self.pool.version)
         if ticket.number not in self.rows:
             self.rows[ticket.number] = self.work.order.take(1)[0]
+        oldest = self.parts.oldest(ticket.number)
+        if oldest is not None and self.queue.deadline(oldest) < self.queue.batches:
+            self.parts.forget(ticket.number)  # too old for every batch to come
+        elif oldest is not None:
+            ticket.version = min(ticket.version, oldest)
         task = asyncio.create_task(self._guarded(self._sample(ticket)))
         self._groups[ticket.number] = task
         task.add_done_callback(lambda _: self._ended(ticket.number, task))
@@ -168,15 +185,21 @@ class RolloutProducer:
         else:
             longest = self.work.sampling.max_completion_tokens
             whole = [Turn(i, prompt.token_ids, longest, seed) for i, seed in enumerate(seeds)]
-            sampled = await self._complete(number, whole, home)
+            await self._complete(number, self.parts.rest(number, whole), home, self._note)
+            sampled = [self.parts.of(number)[turn.key].completion for turn in whole]
         await self._unscored.put((ticket, sampled))
+
+    def _note(self, output: Output) -> None:
+        self.parts.add(output, ended=True)
 
     def _seeds(self, number: int) -> list[int]:
         batch, place = divmod(number, self.queue.prompts_per_step)
         seed = derive_seed(derive_seed(self.work.seed, "train", batch), place)  # as the colocated strategies have it
         return [derive_seed(seed, i) for i in range(self.work.sampling.num_completions)]
 
-    async def _complete(self, number: int, turns: list[Turn], home: Home) -> list[Completion]:
+    async def _complete(
+        self, number: int, turns: list[Turn], home: Home, note: Callable[[Output], None] | None = None
+    ) -> list[Completion]:
         wanted = [
             request(
                 f"{number}.{turn.key}.{next(self._serial)}",
@@ -186,7 +209,7 @@ class RolloutProducer:
             )
             for turn in turns
         ]
-        return [completion(output) for output in await self.pool.generate(wanted, home)]
+        return [completion(output) for output in await self.pool.generate(wanted, home, note)]
 
     async def _score_all(self) -> None:
         while True:
@@ -206,6 +229,7 @@ class RolloutProducer:
     def _finish(self, ticket: Ticket[RolloutGroup], group: RolloutGroup) -> None:
         if isinstance(self.work.order, CurriculumOrder) and group.mean_reward is not None:
             self.work.order.note({self.rows[ticket.number]: group.mean_reward})
+        self.parts.forget(ticket.number)
         if self.work.keep(group):
             self.queue.finish(ticket, group)
             return
@@ -222,6 +246,7 @@ class RolloutProducer:
             await self._wait()
         for ticket in self.queue.overdue():
             self.queue.give_back(ticket, again=True)
+            self.parts.forget(ticket.number)
             if ticket.number in self._groups:
                 self._groups[ticket.number].cancel()
         outstanding = {*self.queue.tickets, *self.queue.again}
@@ -231,10 +256,12 @@ class RolloutProducer:
         return Produced(groups, refused, asyncio.get_running_loop().time() - started)
 
     async def _state(self) -> dict[str, Any]:
-        return self._snapshot()
+        return self._snapshot(await self.pool.running() if self.work.episodes is None else [])
 
-    def _snapshot(self) -> dict[str, Any]:
+    def _snapshot(self, running: Sequence[Output] = ()) -> dict[str, Any]:
+        unscored = {t.number for t in self.queue.tickets.values() if not t.ready} | set(self.queue.again)
         return {
+            "parts": self.parts.state(unscored, running),
             "order": self.work.order.state_dict(),
             "next_number": self.queue.next_number,
             "rows": sorted(self.rows.items()),
@@ -252,17 +279,6 @@ def _ready_state(ticket: Ticket[RolloutGroup]) -> dict[str, Any]:
     return {"number": ticket.number, "version": ticket.version, "group": group}
 
 
-def restore(queue: RolloutQueue[RolloutGroup], rows: dict[int, int], state: dict[str, Any]) -> None:
-    """Fill a new queue, and the rows of its tickets, with what ``state`` holds: ready groups, and prompts to begin."""
-    queue.next_number = state["next_number"]
-    rows |= {int(number): int(row) for number, row in state["rows"]}
-    for entry in state["ready"]:
-        group = None if entry["group"] is None else group_from_state(entry["group"])
-        queue.tickets[entry["number"]] = Ticket(entry["number"], entry["version"], group, ready=True)
-    queue.begun = len(queue.tickets)
-    queue.again = sorted(number for number in rows if number not in queue.tickets)
-
-
 def request(request_id: str, ids: list[int], sampling: Sampling, seed: int | None) -> Request:
     """Return the request for one completion."""
     return Request(
@@ -276,10 +292,3 @@ def request(request_id: str, ids: list[int], sampling: Sampling, seed: int | Non
         min_p=sampling.min_p,
         seed=seed,
     )
-
-
-def completion(output: Output) -> Completion:
-    """Return what an engine process sent as what every engine returns."""
-    versions, counts = zip(*output.versions, strict=True) if output.versions else ((), ())
-    spans = torch.repeat_interleave(torch.tensor(versions, dtype=torch.int64), torch.tensor(counts, dtype=torch.int64))
-    return Completion(output.token_ids, float_tensor(output.logprobs), spans, output.truncated)

@@ -58,12 +58,7 @@ class RolloutSource:
         assert self.rewards is not None
         with self.strategy.phase("reward"):
             scores = self.rewards.score(texts, owners, [c.token_ids for group in completions for c in group])
-        rest = iter(texts)
-        groups = [
-            RolloutGroup(prompt, [_rollout(prompt, c, next(rest), group_id) for c in group])
-            for group_id, (prompt, group) in enumerate(zip(prompts, completions, strict=True))
-        ]
-        return groups, scores
+        return as_groups(prompts, completions, texts), scores
 
     def require_scores(self, batch: RolloutBatch) -> None:
         """Raise ValueError if no rollout on any rank has a reward and no reward failed (a collective)."""
@@ -86,6 +81,15 @@ class RolloutSource:
 
     def _decode(self, ids: list[list[int]]) -> list[str]:
         return self.tokenizer.batch_decode(ids, skip_special_tokens=True) if ids else []
+
+
+def as_groups(prompts: list[Prompt], completions: list[list[Completion]], texts: list[str]) -> list[RolloutGroup]:
+    """Return what was sampled of each prompt as a group of rollouts; ``texts`` has one for each completion."""
+    rest = iter(texts)
+    return [
+        RolloutGroup(prompt, [_rollout(prompt, c, next(rest), group_id) for c in group])
+        for group_id, (prompt, group) in enumerate(zip(prompts, completions, strict=True))
+    ]
 
 
 def _rollout(prompt: Prompt, completion: Completion, text: str, group_id: int) -> Rollout:

@@ -30,7 +30,7 @@ class Swap:
         sleep: give the engine's memory to the trainer at the trainer's turn.
         offload: give the optimizer's memory to the engine at the engine's turn; None: where both do not fit.
         shapes: what the engine takes; None: all that the policy has.
-        phase: what a push is to happen in.
+        phase: what a push, and all around it, is to happen in.
     """
 
     def __init__(
@@ -74,19 +74,20 @@ class Swap:
             check_shapes(self._owner.policy, self._shapes)
         self._make_room()
         try:
-            if self._sleep:
-                self.engine.wake_weights()
-            expected: list[Tensor] = []
-            if pushing:
-                started = time.perf_counter()
-                with self._phase("push"):
-                    expected = self._push()
-                seconds = time.perf_counter() - started
-            if self._sleep:
-                self.engine.wake_cache()
-            if expected:
-                self._canary.check(self.engine, expected, self._dtype)
-                self._compared = True
+            with self._phase("swap"):
+                if self._sleep:
+                    self.engine.wake_weights()
+                expected: list[Tensor] = []
+                if pushing:
+                    started = time.perf_counter()
+                    with self._phase("push"):
+                        expected = self._push()
+                    seconds = time.perf_counter() - started
+                if self._sleep:
+                    self.engine.wake_cache()
+                if expected:
+                    self._canary.check(self.engine, expected, self._dtype)
+                    self._compared = True
         except BaseException:
             self._weights_gone, self._compared = True, False
             self.take_back()
@@ -95,9 +96,10 @@ class Swap:
 
     def to_trainer(self) -> None:
         """Begin the trainer's turn."""
-        if self._sleep:
-            self._weights_gone = self.engine.sleep()
-        self.take_back()
+        with self._phase("swap"):
+            if self._sleep:
+                self._weights_gone = self.engine.sleep()
+            self.take_back()
 
     def _push(self) -> list[Tensor]:
         # What the engine computes with its weights stays the same, and what it holds is compared at every push.

@@ -50,6 +50,7 @@ class WeightManager(Trainable):
         self._swap: Swap | None = None
         self._engine_args: dict[str, Any] = {}
         self._pushed: list[tuple[int, int]] | None = None  # None: the engine has nothing of ours
+        self._collected: Any = None
         self.pushes = 0
         """How often weights were pushed into the engine."""
 
@@ -135,10 +136,15 @@ class WeightManager(Trainable):
 
         Without it the engine ends when nobody holds manager and ``LLM`` any more.
         """
-        self.switch_to_train()
-        if self._swap is not None:
-            self._swap.engine.close()
-            self._swap = self._pushed = None
+        swap, self._swap, self._pushed = self._swap, None, None
+        if swap is None:
+            return
+        self._collected.detach()
+        try:
+            swap.engine.close()
+        finally:
+            swap.take_back()
+            self._turn.now = "trainer"
 
     def _build(self, engine_args: dict[str, Any]) -> Swap:
         from lightrl.engines.vllm import VLLMEngine
@@ -162,7 +168,7 @@ class WeightManager(Trainable):
             raise ValueError(f"vLLM cannot serve this {type(self.policy).__name__}: {error}") from error
         own = OwnRandomState(derive_seed(torch.initial_seed(), "engine", rank() // engine.tensor_parallel_size))
         _guard(engine.llm.llm_engine, self._turn, own)
-        weakref.finalize(engine.llm, setattr, self._turn, "now", "trainer")
+        self._collected = weakref.finalize(engine.llm, setattr, self._turn, "now", "trainer")
         return Swap(
             engine,
             self,

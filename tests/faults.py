@@ -76,7 +76,8 @@ class Saboteur(Callback):
 
     def on_fit_start(self, trainer: Any, module: Any) -> None:
         self._trainer, strategy, data = trainer, trainer.strategy, trainer.datamodule
-        self._around(strategy, "generate", "generate")
+        if not strategy.overlaps:
+            self._around(strategy, "generate", "generate")
         self._around(data.rewards, "score", "reward")
         self._around(strategy, "optimizer_step", "optimizer")
         self._around(module, "configure_gradient_clipping", None, before=("optimizer", "during"))
@@ -84,8 +85,12 @@ class Saboteur(Callback):
         self._around(trainer.fit_loop.epoch_loop.val_loop, "run", "validation")
         self._around(strategy, "save_checkpoint", "save")
         self._in_micro_batches(module)
-        self._in_generation(strategy)
-        self._in_pushes(strategy)
+        if strategy.overlaps:
+            self._around(data._stream._ahead, "next_batch", "generate")
+            self._around(strategy, "_ship", "push")
+        else:
+            self._in_generation(strategy)
+            self._in_pushes(strategy)
         self._in_files()
 
     def reach(self, phase: str, moment: str, micro_batch: int = 0) -> None:
@@ -146,7 +151,7 @@ class Saboteur(Callback):
             if model is not None:
                 with model.register_forward_pre_hook(counted):
                     return generate(*args)
-            core = engine._llm.llm_engine
+            core = engine.llm.llm_engine
             step = core.step
             core.step = lambda: (counted(), step())[1]
             try:

@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +95,51 @@ def test_a_live_slot_is_named_before_the_weights_change(name: str, garbage: floa
     with pytest.raises(RuntimeError, match=r"step 1: .*" + re.escape(message)):
         train(module, [good, bad])
     assert equal(weights(module.policy), weights(once.policy))
+
+
+def test_what_a_bad_step_was_made_of_is_written(tmp_path: Path) -> None:
+    (_, bad), module = steps(), tiny_module(kl_coef=0.1)
+    bad.micro[1].advantages[0] = math.nan
+    loader = SizedLoader(1, lambda _: bad)
+    with pytest.raises(RuntimeError, match=r"advantages is nan .* What the step was made of is in (\S+)\.$") as raised:
+        quiet_trainer(max_steps=1, default_root_dir=tmp_path).fit(module, loader)
+    path = tmp_path / "nonfinite-step=0-rank=0.pt"
+    assert str(path) in str(raised.value)
+    told = torch.load(path, weights_only=True)
+    assert [r["completion_ids"] for r in told["rollouts"]] == [r.completion_ids for r in bad.rollouts]
+    assert told["micro_batches"][1]["advantages"][0].isnan()
+    assert len(told["micro_batches"]) == 3
+
+
+@pytest.mark.parametrize("strategy", ["auto", "colocated_hf"])
+def test_a_bad_step_can_be_skipped_and_is_counted(strategy: str) -> None:
+    good, bad = steps()
+    bad.micro[1].advantages[0] = math.nan
+    args = {"kl_coef": 0.1, "on_nonfinite": "skip"}
+    right, module = tiny_module(**args), tiny_module(**args)
+    train(right, [good, good], strategy)
+    found = train(module, [good, bad, good], strategy)
+    assert [m["train/skipped_steps"] for m in found] == [0.0, 1.0, 1.0]
+    assert all(math.isfinite(value) for metrics in found for value in metrics.values())
+    assert equal(weights(module.policy), weights(right.policy))
+
+
+class Overflowing(RLModule):
+    """A finite loss whose gradient is not."""
+
+    def loss(self, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor | float]]:
+        loss, metrics = super().loss(batch, logprobs)
+        return loss + (logprobs.sum() - logprobs.sum().detach()).abs().sqrt(), metrics
+
+
+def test_a_gradient_that_is_not_finite_reaches_no_weight() -> None:
+    (batch, _), module = steps(), Overflowing(tiny_model(), lr=1e-3)
+    with pytest.raises(RuntimeError, match=r"step 0: the norm of the gradient is (nan|inf), though the loss is finite"):
+        train(module, [batch])
+    assert equal(weights(module.policy), weights(tiny_model()))
+    module = Overflowing(tiny_model(), lr=1e-3, on_nonfinite="skip")
+    train(module, [batch])
+    assert equal(weights(module.policy), weights(tiny_model()))
 
 
 class Infinite(RLModule):

@@ -21,7 +21,7 @@ def test_b29_nan_entries_are_skipped() -> None:
 def test_b29_means_are_weighted_by_what_they_are_means_of() -> None:
     meter = Meter()
     for accuracy, rows in ((0.7, 256), (0.8, 256), (0.9, 10)):
-        meter.add("accuracy", accuracy, weight=rows)
+        meter.add_all({"accuracy": accuracy}, torch.ones(rows, dtype=torch.bool))
     assert meter.means()["accuracy"] == pytest.approx(0.75287, abs=1e-5)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lightrl.producer import RolloutProducer, Work, restore
+from lightrl.producer import RolloutProducer, Work
 from lightrl.prompts import PromptOrder
 from lightrl.queue import RolloutQueue
 from tests.helpers.pools import FakePool, number_of, numbers_of, score, work
@@ -23,7 +23,7 @@ def producing(pool: FakePool, work: Work, state: Any = None, timeout: float = 10
     try:
         if state is not None:
             work.order.load_state_dict(state["order"])
-            restore(paced, producer.rows, state)
+            producer.restore(state)
         producer.start()
         yield producer
     finally:

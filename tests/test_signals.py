@@ -31,6 +31,7 @@ SLURM = {
 
 def run(folder: Path, kind: str, place: str, ranks: int, resume: str = "", **env: str) -> tuple[int, str, float]:
     """Return exit code, what was printed, and seconds."""
+    folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "tests.test_signals", str(folder), kind, place, str(ranks), resume]
     started = time.monotonic()
     done = subprocess.run(command, cwd=ROOT, env=os.environ | env, capture_output=True, text=True, timeout=300)

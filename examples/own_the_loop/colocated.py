@@ -12,7 +12,7 @@ from lightrl import WeightManager, clipped_policy_loss, get_logprobs, parse_vllm
 
 def main(steps: int = 20, out: str = "runs/own_the_loop") -> list[float]:
     task, shuffle = write_task(out), random.Random(0)
-    manager = WeightManager(task.model_dir, lr=1e-3)
+    manager = WeightManager(task.model_dir, lr=5e-4)
     data, rewards = chat_prompts(task), []
     for step in range(steps):
         prompts, truths = zip(*shuffle.sample(data, 8), strict=True)

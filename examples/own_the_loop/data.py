@@ -1,4 +1,4 @@
-"""The demo's prompts as text, with their answers."""
+"""The demo's prompts as text, with their answers, and a reward that is seldom the same for all completions."""
 
 from examples.tiny.task import TinyTask
 from lightrl.policy import load_tokenizer
@@ -14,6 +14,11 @@ def chat_prompts(task: TinyTask) -> list[tuple[str, str]]:
 
 
 def reward(completion: str, ground_truth: str) -> float:
-    """Return 1.0 for the right digit alone, 0.5 where something follows it, else 0.0."""
+    """Return 1.0 for the right digit alone, 0.5 for one other word alone, else 0.0.
+
+    Example:
+        >>> reward("9", "9"), reward("8", "9"), reward("9 9", "9")
+        (1.0, 0.5, 0.0)
+    """
     words = completion.split()
-    return 0.5 * (words[:1] == [ground_truth]) + 0.5 * (words == [ground_truth])
+    return 0.5 * (len(words) == 1) + 0.5 * (words == [ground_truth])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
 from lightrl.engines.session import Session
 from lightrl.types import Completion, Sampling
-from lightrl.weights.source import Weights
+
+if TYPE_CHECKING:
+    from lightrl.weights.source import Weights
 
 
 class WeightSyncError(RuntimeError):

@@ -140,6 +140,16 @@ def sampled_so_far(llm: Any) -> dict[str, int]:
     }
 
 
+def sampled_by(llm: Any) -> dict[str, tuple[list[int], list[float]]]:
+    """Return token ids and logprobs that each unfinished request has sampled, by the id that the request was given."""
+    found = {}
+    for rid, state in llm.llm_engine.output_processor.request_states.items():
+        ids, logprobs = list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs
+        values = list(logprobs.logprobs) if logprobs is not None else []
+        found[getattr(state, "external_req_id", None) or rid] = (ids[: len(values)], values)
+    return found
+
+
 def repack_tied_head(model: torch.nn.Module) -> None:
     """Have a tied head on the CPU take over the embedding's values: it keeps a packed copy that no reload touches."""
     for module in model.modules():
@@ -148,11 +158,27 @@ def repack_tied_head(model: torch.nn.Module) -> None:
             quant_method.process_weights_after_loading(module)
 
 
-_standing: set[int] = set()
-"""Engines of this process that share vLLM's groups."""
+_standing: set[object] = set()
+"""One entry for each engine of this process that shares vLLM's groups, or is being built."""
 
 
-def end_with(llm: Any) -> weakref.finalize[[Any], Any]:
+@contextmanager
+def groups_held() -> Iterator[object]:
+    """Keep vLLM's process groups while an engine is built: another may end meanwhile, also by the garbage collector.
+
+    What it gives is for :func:`end_with`; where building fails, groups that nobody needs end.
+    """
+    held = object()
+    _standing.add(held)
+    try:
+        yield held
+    except BaseException:
+        _standing.discard(held)
+        _drop_groups()
+        raise
+
+
+def end_with(llm: Any, held: object = None) -> weakref.finalize[[Any, object], Any]:
     """Have an in-process engine end when its ``llm`` is collected, or when what is returned is called, once.
 
     vLLM's own finalizer would take the default process group with it, which is the trainer's.
@@ -161,20 +187,19 @@ def end_with(llm: Any) -> weakref.finalize[[Any], Any]:
     finalizer = getattr(engine.engine_core, "_finalizer", None)
     if finalizer is not None:
         finalizer.detach()
-    _standing.add(id(engine))
-    return weakref.finalize(llm, _shut_down, engine)
+    return weakref.finalize(llm, _shut_down, engine, held)
 
 
-def _shut_down(engine: Any) -> None:
+def _shut_down(engine: Any, held: object) -> None:
     engine.model_executor.shutdown()
     renderer: Any = getattr(engine, "renderer", None)
     if hasattr(renderer, "shutdown"):
         renderer.shutdown()  # or its idle threads stay until the garbage collector finds them
-    _standing.discard(id(engine))
-    drop_groups()
+    _standing.discard(held)
+    _drop_groups()
 
 
-def drop_groups() -> None:
+def _drop_groups() -> None:
     """End the process groups that vLLM made, unless an engine of this process still needs them."""
     from vllm.distributed import parallel_state
 

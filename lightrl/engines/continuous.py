@@ -129,16 +129,23 @@ class ContinuousEngine:
         if output.request_id.startswith(_SCORE_ID):
             self._scores[output.request_id] = output
             return
-        changes = self._changes.pop(output.request_id, None)
-        if changes is None:
+        if output.request_id not in self._changes:
             return  # aborted
-        ids, logprobs, truncated = sampled(output.outputs[0])
+        self._done.append(self._output(output.request_id, *sampled(output.outputs[0])))
+        del self._changes[output.request_id]
+
+    def _output(self, request_id: str, ids: list[int], logprobs: list[float], truncated: bool) -> Output:
         versions, before = [], 0
-        for version, count in [*changes, (self.version, len(ids))]:
+        for version, count in [*self._changes[request_id], (self.version, len(ids))]:
             if count > before:
                 versions.append((version, count - before))
                 before = count
-        self._done.append(Output(output.request_id, ids, float_bytes(logprobs), versions, truncated))
+        return Output(request_id, ids, float_bytes(logprobs), versions, truncated)
+
+    def running(self) -> list[Output]:
+        """Return what requests that have not ended have sampled so far."""
+        so_far = compat.sampled_by(self.llm)
+        return [self._output(i, *so_far[i], False) for i in self._changes if i in so_far and so_far[i][0]]
 
     def load(self, weights: Weights, version: int, recompute_kv: bool) -> float:
         """Put weights in, check them, and go on under the new version.

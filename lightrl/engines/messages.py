@@ -145,6 +145,16 @@ class Ping(Struct, tag=True, frozen=True):
     """Answer :class:`Pong` between two steps."""
 
 
+class Look(Struct, tag=True, frozen=True):
+    """Answer with :class:`Running` for each request that runs and has tokens, and then with :class:`Looked`."""
+
+
+class Ask(Struct, tag=True, frozen=True):
+    """Send that page of the prompts that rollouts are wanted of: :class:`Task`."""
+
+    page: int
+
+
 class Stop(Struct, tag=True, frozen=True):
     """End the process."""
 
@@ -175,8 +185,39 @@ class Scored(Struct, tag=True, frozen=True):
     logprobs: list[bytes]
 
 
+class Running(Struct, tag=True, frozen=True):
+    """What has been sampled so far of a completion that has not ended."""
+
+    output: Output
+
+
+class Looked(Struct, tag=True, frozen=True):
+    """All that runs was told."""
+
+
 class Pong(Struct, tag=True, frozen=True):
     """Answer to :class:`Ping`."""
+
+
+class PromptRow(Struct, frozen=True):
+    """See :class:`lightrl.types.Prompt`."""
+
+    token_ids: list[int]
+    text: str
+    ground_truth: Any
+    columns: dict[str, Any]
+
+
+class Task(Struct, tag=True, frozen=True):
+    """Answer to :class:`Ask`: a page of prompts, and how completions of them are sampled."""
+
+    rows: list[PromptRow]
+    pages: int
+    group_size: int
+    max_completion_tokens: int
+    temperature: float
+    stop_token_ids: list[int]
+    seed: int
 
 
 class Failed(Struct, tag=True, frozen=True):
@@ -185,15 +226,15 @@ class Failed(Struct, tag=True, frozen=True):
     reason: str
 
 
-FromTrainer = Configure | Generate | Abort | Push | Chunk | Score | Ping | Stop
-FromEngine = Ready | Finished | Loaded | Scored | Pong | Failed
+FromTrainer = Configure | Generate | Abort | Push | Chunk | Score | Ping | Look | Ask | Stop
+FromEngine = Ready | Finished | Loaded | Scored | Running | Looked | Pong | Task | Failed
 
 _encoder = msgspec.msgpack.Encoder()
 _from_trainer: msgspec.msgpack.Decoder[FromTrainer] = msgspec.msgpack.Decoder(FromTrainer)
 _from_engine: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
 
 
-def encode(message: FromTrainer | FromEngine) -> bytes:
+def encode(message: FromTrainer | FromEngine | PromptRow) -> bytes:
     """Return the message as msgpack."""
     return _encoder.encode(message)
 

@@ -51,6 +51,15 @@ def token_for(address: str) -> str:
     return token
 
 
+def own_token(address: str) -> str:
+    """Return the token of an engine that listens on ``address``: none that is secret is needed where nobody else comes.
+
+    Raises:
+        ValueError: see :func:`token_for`.
+    """
+    return LOOPBACK_TOKEN if is_local(address) and TOKEN_VARIABLE not in os.environ else token_for(address)
+
+
 def check_address(address: str, *, bind: bool = False) -> str:
     """Return an address like ``tcp://127.0.0.1:5555`` or ``ipc:///run/engine.sock``.
 

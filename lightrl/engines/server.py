@@ -22,7 +22,7 @@ import torch
 import zmq
 
 from lightrl.engines import messages, secure
-from lightrl.engines.messages import Abort, Chunk, Configure, Generate, Ping, Push, Score, Stop
+from lightrl.engines.messages import Abort, Ask, Chunk, Configure, EngineSpec, Generate, Look, Ping, Push, Score, Stop
 from lightrl.engines.staging import Staging
 
 _IDLE_MS = 200
@@ -82,20 +82,20 @@ class EngineServer:
 
     def _turn(self) -> None:
         busy = self._engine is not None and self._engine.busy
-        if self._socket.poll(0 if busy else _IDLE_MS):
-            self._receive()
-        elif busy:
+        if self._socket.poll(0 if busy else _IDLE_MS) and not isinstance(self._receive(), Chunk):
+            return  # requests that came together begin together
+        if busy:  # between any two pieces of weights too, of which there may be many
             for output in self._engine.step():
                 self._send(messages.Finished([output]))  # one by one: all that end at once may not fit in a frame
 
-    def _receive(self) -> None:
+    def _receive(self) -> messages.FromTrainer | None:
         sender, *frames = self._socket.recv_multipart(copy=False)
         sender = sender.bytes
         try:
             message = messages.from_trainer(frames[0].buffer if frames else b"")
         except (msgspec.DecodeError, RecursionError) as error:
             self._refuse(sender, f"a message that is none of ours: {error}")
-            return
+            return None
         if isinstance(message, Configure):
             self._configure(sender, message)
         elif sender != self._trainer:
@@ -105,6 +105,7 @@ class EngineServer:
                 self._handle(message, frames)
             except RefusedError as error:
                 self._refuse(sender, str(error))
+        return message
 
     def _refuse(self, sender: bytes, what: str) -> None:
         """What a peer sends must not end the engine; but the peer must not wait for an answer either."""
@@ -112,29 +113,35 @@ class EngineServer:
         self._send(messages.Failed(f"the engine refused {what}"), sender)
 
     def _configure(self, sender: bytes, message: Configure) -> None:
-        if not self._has_secret and (unsafe := message.spec.runs_code):
-            self._refuse(sender, f"{unsafe} without a token: it runs code. Set {secure.TOKEN_VARIABLE} on both sides")
+        try:
+            spec = self._accept(message.spec)
+        except RefusedError as error:
+            self._refuse(sender, str(error))
             return
         if self._trainer not in (None, sender):
             self._send(messages.Failed("another trainer took this engine over"))
-        if self._engine is not None and self._engine.spec != message.spec:
+        if self._engine is not None and self._engine.spec != spec:
             self._engine.close()
             self._engine = None
         self._trainer, self._staging = sender, None
         if self._engine is None:
             from lightrl.engines.continuous import ContinuousEngine
 
-            self._engine = ContinuousEngine(message.spec)
+            self._engine = ContinuousEngine(spec)
         self._engine.abort_all()
         torch.manual_seed(message.seed)
         self._send(messages.Ready(os.getpid()))
 
+    def _accept(self, spec: EngineSpec) -> EngineSpec:
+        """Return what is built for a trainer that wants ``spec``; RefusedError: nothing."""
+        if not self._has_secret and (unsafe := spec.runs_code):
+            raise RefusedError(f"{unsafe} without a token: it runs code. Set {secure.TOKEN_VARIABLE} on both sides")
+        return spec
+
     def _handle(self, message: messages.FromTrainer, frames: list[Any]) -> None:
         match message:
             case Generate():
-                for request in message.requests:
-                    with _refusing(f"request {request.id!r}"):
-                        self._engine.submit(request)
+                self._submit(message)
             case Abort():
                 self._engine.abort(message.ids)
             case Score():
@@ -143,16 +150,33 @@ class EngineServer:
                 self._send(messages.Scored([messages.float_bytes(s) for s in scores]))
             case Push():
                 with _refusing("a push"):
-                    if message.shared is None:
-                        self._staging = Staging(message, self._engine.device)
-                    else:
-                        self._loaded(message.version, self._engine.load_shared(message))
+                    self._begin(message)
             case Chunk():
                 self._add(message, frames)
+            case Look():
+                self._tell_running()
             case Ping():
                 self._send(messages.Pong())
+            case Ask():
+                raise RefusedError("to give prompts: it has none. A lightrl.RolloutServer has")
             case Stop():
                 self._stopped = True
+
+    def _submit(self, message: Generate) -> None:
+        for request in message.requests:
+            with _refusing(f"request {request.id!r}"):
+                self._engine.submit(request)
+
+    def _begin(self, push: Push) -> None:
+        if push.shared is None:
+            self._staging = Staging(push, self._engine.device)
+        else:
+            self._loaded(push.version, self._engine.load_shared(push))
+
+    def _tell_running(self) -> None:
+        for output in self._engine.running():
+            self._send(messages.Running(output))
+        self._send(messages.Looked())
 
     def _add(self, chunk: Chunk, frames: list[Any]) -> None:
         staging, self._staging = self._staging, None  # a push with a piece that is refused is over
@@ -226,8 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s", stream=sys.stderr)
     try:
         address = secure.check_address(args.bind, bind=True)
-        local = secure.is_local(address) and secure.TOKEN_VARIABLE not in os.environ
-        token = secure.LOOPBACK_TOKEN if local else secure.token_for(address)
+        token = secure.own_token(address)
     except ValueError as error:
         parser.error(str(error))
     os.environ.pop(secure.TOKEN_VARIABLE, None)  # not for rewards, plugins or children to see

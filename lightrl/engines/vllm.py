@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,15 +90,13 @@ class VLLMEngine:
             "enable_sleep_mode": device.type == "cuda",
             **(engine_args or {}),
         }
-        make_lone_group(device.type)
-        try:
+        gc.collect()  # an engine that nobody holds any more ends now, and not while the next takes its memory
+        with compat.groups_held() as held:
+            make_lone_group(device.type)
             with forked_rng(0), compat.process_kept(), compat.torchrun_environment(rank(), local_rank, world_size()):
                 self.llm: Any = vllm.LLM(**args)
-        except BaseException:
-            self._config.cleanup()
-            compat.drop_groups()
-            raise
-        self._end = compat.end_with(self.llm)
+        self._end = compat.end_with(self.llm, held)
+        self._asleep = False
         self._loader: Any = loader_of(self.llm, self._tp_rank)
 
     def generate(self, prompts: list[list[int]], sampling: Sampling, policy_version: int) -> list[list[Completion]]:
@@ -156,13 +155,14 @@ class VLLMEngine:
             WeightSyncError: a tensor did not arrive as it was sent (it is named), or a cache of older weights stays.
         """
         self._loader.load(weights)
-        if not self.llm.reset_prefix_cache():
+        if not self._asleep and not self.llm.reset_prefix_cache():  # asleep, it has no cache
             raise WeightSyncError("vLLM kept its prefix cache after new weights: requests still hold blocks of it")
 
     def sleep(self) -> bool:
         """See :class:`~lightrl.engines.base.Engine`: weights and cache are dropped, where the device can."""
         self.llm.sleep(level=2)
-        return self.device.type == "cuda"
+        self._asleep = self.device.type == "cuda"
+        return self._asleep
 
     def wake_weights(self) -> None:
         """See :class:`~lightrl.engines.base.Engine`."""
@@ -171,6 +171,7 @@ class VLLMEngine:
     def wake_cache(self) -> None:
         """See :class:`~lightrl.engines.base.Engine`."""
         self.llm.wake_up(tags=["kv_cache"])
+        self._asleep = False
 
     def close(self) -> None:
         """See :class:`~lightrl.engines.base.Engine`."""

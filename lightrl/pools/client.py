@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,7 +14,7 @@ from torch import Tensor
 from zmq.utils.monitor import recv_monitor_message
 
 from lightrl.engines import messages, secure
-from lightrl.engines.messages import EngineSpec, Finished, Loaded, Output, Pong, Ready, Request, Scored
+from lightrl.engines.messages import EngineSpec, Finished, Loaded, Output, Pong, Ready, Request, Scored, Task
 from lightrl.engines.staging import Shipment
 
 _ENDS = (
@@ -42,12 +44,15 @@ class EngineClient:
         self.address = address
         self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """Done when the engine is lost; its result says why."""
-        self._socket = secure.client_socket(context, token)
-        self._monitor = self._socket.get_monitor_socket()
+        # Both say every second that they are there. On one that waits to write, as in a push, none gets through.
+        self._socket, self._pulse = (secure.client_socket(context, token) for _ in range(2))
+        self._monitors = [socket.get_monitor_socket() for socket in (self._socket, self._pulse)]
         self._outputs: dict[str, asyncio.Future[Output]] = {}
+        self._running: list[Output] = []
         self._answers: dict[type, asyncio.Future[Any]] = {}
         self._socket.connect(address)
-        self._tasks = [asyncio.create_task(self._read()), asyncio.create_task(self._watch())]
+        self._pulse.connect(address)
+        self._tasks = [asyncio.create_task(work) for work in (self._read(), *map(self._watch, self._monitors))]
 
     @property
     def pending(self) -> int:
@@ -71,8 +76,17 @@ class EngineClient:
         """Return as soon as the engine is between two steps."""
         return await self._ask(Pong, [messages.encode(messages.Ping())])
 
-    def generate(self, requests: list[Request]) -> list[asyncio.Future[Output]]:
-        """Submit requests; each future ends with its output, or with :class:`EngineLostError`."""
+    async def task(self) -> list[Task]:
+        """Return the prompts that a rollout server has, in pages."""
+        pages: list[Task] = []
+        while not pages or len(pages) < pages[0].pages:
+            pages.append(await self._ask(Task, [messages.encode(messages.Ask(len(pages)))]))
+        return pages
+
+    def generate(
+        self, requests: list[Request], note: Callable[[Output], None] | None = None
+    ) -> list[asyncio.Future[Output]]:
+        """Submit requests; each future ends with its output, which ``note`` gets, or with :class:`EngineLostError`."""
         loop = asyncio.get_running_loop()
         futures = [loop.create_future() for _ in requests]
         if self.lost.done():
@@ -80,8 +94,17 @@ class EngineClient:
                 future.set_exception(EngineLostError(self.lost.result()))
             return futures
         self._outputs |= {r.id: f for r, f in zip(requests, futures, strict=True)}
+        if note is not None:
+            for future in futures:
+                future.add_done_callback(partial(_tell, note))
         self._send([messages.encode(messages.Generate(requests))])
         return futures
+
+    async def running(self) -> list[Output]:
+        """Return what has been sampled so far of requests that have not ended."""
+        self._running = []
+        await self._ask(messages.Looked, [messages.encode(messages.Look())])
+        return self._running
 
     def abort(self, ids: list[str]) -> None:
         """Forget requests that have not ended."""
@@ -105,9 +128,10 @@ class EngineClient:
             return
         for task in self._tasks:
             task.cancel()
-        self._socket.disable_monitor()
-        self._monitor.close(0)
-        self._socket.close(linger_ms)
+        for socket, monitor in zip((self._socket, self._pulse), self._monitors, strict=True):
+            socket.disable_monitor()
+            monitor.close(0)
+            socket.close(linger_ms)
 
     async def _ask(self, kind: type[T], *frames: list[Any]) -> T:
         if self.lost.done():
@@ -135,6 +159,8 @@ class EngineClient:
                     future = self._outputs.pop(output.id, None)
                     if future is not None and not future.done():
                         future.set_result(output)
+            elif isinstance(message, messages.Running):
+                self._running.append(message.output)
             elif isinstance(message, messages.Failed):
                 self._lose(message.reason)
             else:
@@ -142,10 +168,10 @@ class EngineClient:
                 if answer is not None and not answer.done():
                     answer.set_result(message)
 
-    async def _watch(self) -> None:
+    async def _watch(self, monitor: Any) -> None:
         reason = f"{self.address} refused us: its token is another one, or no engine listens there"
         while True:
-            event = await recv_monitor_message(self._monitor)
+            event = await recv_monitor_message(monitor)
             if event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 reason = "the connection ended"
             elif event["event"] in _ENDS:
@@ -161,3 +187,8 @@ class EngineClient:
                 future.set_exception(EngineLostError(reason))
         self._outputs.clear()
         self._answers.clear()
+
+
+def _tell(note: Callable[[Output], None], future: asyncio.Future[Output]) -> None:
+    if not future.cancelled() and future.exception() is None:
+        note(future.result())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from dataclasses import dataclass, field
 
-from lightrl.pools.client import EngineClient
+from lightrl.engines.messages import Output
+from lightrl.pools.client import EngineClient, EngineLostError
 
 WINDOW_SECONDS = 3600.0
 """Losses that lie further back do not count."""
@@ -33,6 +35,13 @@ class Member:
     losses: int = 0
     shipping: asyncio.Lock = field(default_factory=asyncio.Lock)
     _times: list[float] = field(default_factory=list)
+
+    async def running(self) -> list[Output]:
+        """Return what it has sampled so far of requests that have not ended; nothing if it is lost."""
+        if self.serving and self.client is not None:
+            with suppress(EngineLostError):
+                return await self.client.running()
+        return []
 
     def note_loss(self) -> int:
         """Count a loss; return how many there were within the last hour."""

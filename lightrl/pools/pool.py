@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import zmq.asyncio
 from torch import Tensor
 
-from lightrl.engines.messages import EngineSpec, Output, Request
+from lightrl.engines.messages import EngineSpec, Output, Request, Task
 from lightrl.engines.staging import Shipment
 from lightrl.pools.client import EngineClient, EngineLostError
 from lightrl.pools.launchers import Launcher
@@ -110,8 +110,13 @@ class EnginePool(LoopThread):
         versions = [e.version for e in self._engines if e.serving]
         return min(versions) if versions else self._latest.push.version if self._latest else -1
 
-    async def generate(self, requests: list[Request], home: Home | None = None) -> list[Output]:
-        """Sample the members of a group on one engine, ``home`` if it serves; again elsewhere if it is lost."""
+    async def generate(
+        self, requests: list[Request], home: Home | None = None, note: Callable[[Output], None] | None = None
+    ) -> list[Output]:
+        """Sample the members of a group on one engine, ``home`` if it serves; again elsewhere if it is lost.
+
+        ``note`` is called with each output as it comes.
+        """
         found: dict[str, Output] = {}
         home = home or Home()
         while missing := [r for r in requests if r.id not in found]:
@@ -119,7 +124,7 @@ class EnginePool(LoopThread):
                 home.client = await self._least_loaded()
             client = home.client
             assert client is not None
-            futures = client.generate(missing)
+            futures = client.generate(missing, note)
             try:
                 results = await asyncio.gather(*futures, return_exceptions=True)
             except asyncio.CancelledError:
@@ -132,6 +137,10 @@ class EnginePool(LoopThread):
                     raise result
         return [found[r.id] for r in requests]
 
+    async def running(self) -> list[Output]:
+        """Return what has been sampled so far of requests that have not ended; nothing of an engine that is lost."""
+        return [output for engine in self._engines for output in await engine.running()]
+
     async def score(self, sequences: list[list[int]]) -> list[list[Tensor]]:
         """Return what every serving engine, at least one, makes of the sequences (see :meth:`EngineClient.score`)."""
         scores: list[list[Tensor]] = []
@@ -143,6 +152,10 @@ class EnginePool(LoopThread):
                         scores.append(await engine.client.score(sequences))
             await asyncio.sleep(0)  # or the supervisor would never get to see it
         return scores
+
+    async def task(self) -> list[Task]:
+        """Return the prompts that the first engine, a rollout server, has, in pages; the pool has to stand."""
+        return await self._engines[0].client.task()  # type: ignore[union-attr]
 
     async def _hold(self) -> None:
         for engine in self._engines:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from datetime import timedelta
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -15,18 +15,17 @@ from typing_extensions import override
 from lightrl.distributed import all_objects, from_rank_zero, rank
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.messages import EngineSpec
-from lightrl.engines.staging import Shipment
+from lightrl.partial import completion
 from lightrl.pools.launchers import Launcher
 from lightrl.pools.outbox import Outbox, Transport, check_transport
 from lightrl.pools.placement import make_launcher
 from lightrl.pools.pool import EnginePool
-from lightrl.producer import RolloutProducer, Work, completion, request, restore
+from lightrl.pools.publisher import Publisher
+from lightrl.producer import RolloutProducer, Work, request
 from lightrl.queue import RolloutQueue
 from lightrl.rng import derive_seed
 from lightrl.strategies.base import RolloutStrategy
 from lightrl.strategies.colocated import tokens_needed
-from lightrl.weights.canary import Canary
-from lightrl.weights.source import PolicyWeights
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -68,13 +67,12 @@ class AsyncVLLMStrategy(RolloutStrategy):
         push_timeout: seconds that an engine may take to load weights before it counts as lost.
         answer_timeout: seconds that a serving engine may stand still before it counts as lost. (One whose process or
             host is gone or stopped is noticed within five.)
-        rollout_timeout: seconds that training waits for a batch. Collectives (``timeout``) get more time than any wait.
+        rollout_timeout: seconds that training waits for a batch. Phases (``timeout``) get more time than these waits.
         sync_every: see :class:`RolloutStrategy`.
         kwargs: see :class:`RolloutStrategy`.
 
     Raises:
-        ValueError: an argument is out of range, ``sync_every`` leaves weights older than ``max_staleness`` allows, or
-            ``timeout`` ends a collective before rank 0 may be back.
+        ValueError: an argument is out of range, or ``sync_every`` leaves weights older than ``max_staleness`` allows.
     """
 
     overlaps = True
@@ -100,15 +98,16 @@ class AsyncVLLMStrategy(RolloutStrategy):
         sync_every: int = 1,
         **kwargs: Any,
     ) -> None:
-        # Rank 0 waits for engines while the others wait for it in a collective: they must not give up first.
-        start, push = start_timeout * (1 + max_restarts), start_timeout + push_timeout * num_engines
-        longest = timedelta(seconds=max(start, push, rollout_timeout) + _MARGIN_SECONDS)
-        if kwargs.setdefault("timeout", longest) < longest:
-            raise ValueError(
-                f"timeout={kwargs['timeout']} of the process group is less than rank 0 may wait for engines and "
-                f"rollouts: leave it out, which gives {longest}, or lower rollout_timeout and start_timeout"
-            )
-        super().__init__(sync_every=sync_every, **kwargs)
+        # Each wait has its own error, which says more than that a phase, or then a collective, took too long.
+        waits = {
+            "setup": start_timeout * (1 + max_restarts),
+            "push": start_timeout + push_timeout * num_engines,
+            "generate": rollout_timeout,
+        }
+        timeout = kwargs.pop("timeout", {})
+        if isinstance(timeout, Mapping):
+            timeout = {name: seconds + _MARGIN_SECONDS for name, seconds in waits.items()} | dict(timeout)
+        super().__init__(sync_every=sync_every, timeout=timeout, **kwargs)
         if max_staleness < 0:
             raise ValueError(f"max_staleness={max_staleness} must be 0 or more: it counts optimizer steps")
         if sync_every > max_staleness + 1:
@@ -129,11 +128,9 @@ class AsyncVLLMStrategy(RolloutStrategy):
         self.max_in_flight, self.oversample, self.max_restarts = max_in_flight, oversample, max_restarts
         self.start_timeout, self.push_timeout, self.rollout_timeout = start_timeout, push_timeout, rollout_timeout
         self.answer_timeout, self.transport = answer_timeout, transport
-        self._outbox: Outbox | None = None
-        self._weights: PolicyWeights | None = None
+        self._publisher: Publisher | None = None
         self._pool: EnginePool | None = None
         self._producer: RolloutProducer | None = None
-        self._canary: Canary | None = None
         self._serial = itertools.count()
 
     # -- set-up -------------------------------------------------------------------------------------------------------
@@ -148,9 +145,8 @@ class AsyncVLLMStrategy(RolloutStrategy):
                 "correction for that: RLModule(..., correction=TruncatedToken()) weighs them (lightrl.corrections)"
             )
         max_model_len = self.max_model_len or tokens_needed(trainer)
-        self._weights = PolicyWeights(module.policy, self._engine_dtype)
-        self._outbox = Outbox(self.transport, self.root_device, self.pool_kind)
-        self._canary = Canary(module.policy.config.get_text_config().vocab_size)
+        outbox = Outbox(self.transport, self.root_device, self.pool_kind)
+        self._publisher = Publisher(module, self._engine_dtype, outbox, self.recompute_kv)
         with self.phase("setup"):
             from_rank_zero(lambda: self._start(module, max_model_len))
 
@@ -185,38 +181,18 @@ class AsyncVLLMStrategy(RolloutStrategy):
     # -- weights ------------------------------------------------------------------------------------------------------
 
     @override
-    @torch.no_grad()
     def sync_weights(self) -> None:
         if not self._is_stale():
             return
         assert self._trainer is not None
-        assert self._canary is not None
-        started, version, module = time.perf_counter(), self._trainer.global_step, self.lightning_module
-        first = self._pushed_version is None
-        expected = self._canary.trainer_logprobs(module) if first else []
-        weights = self._weights
-        assert weights is not None
-        if rank() == 0:
-            assert self._outbox is not None
-            shipment = self._outbox.pack(weights, version, self.recompute_kv, self._require_pool())
-        else:
-            for _ in weights:  # gathering them takes all ranks
-                pass
-        with self.phase("push"):
-            from_rank_zero(lambda: self._ship(shipment, expected))
+        assert self._publisher is not None
+        started = time.perf_counter()
+        self._publisher.push(
+            self._require_pool, self._trainer.global_step, verify=self._pushed_version is None, phase=self.phase
+        )
         seconds = time.perf_counter() - started
         self.seconds["time/weight_sync"] = seconds
         self._weights_synced(seconds)
-
-    def _ship(self, shipment: Shipment, expected: list[torch.Tensor]) -> None:
-        pool = self._require_pool()
-        pool.push(shipment)
-        if not expected:
-            return
-        assert self._canary is not None
-        sequences = self._canary.sequences
-        for scores in pool.call(pool.score(sequences), timeout=self.push_timeout, what="a check of the weights"):
-            self._canary.compare(scores, expected, self._engine_dtype)
 
     def _require_pool(self) -> EnginePool:
         if self._pool is None:
@@ -277,7 +253,7 @@ class AsyncVLLMStrategy(RolloutStrategy):
         )
         self._producer = RolloutProducer(self._require_pool(), queue, work, self.rollout_timeout)
         if state:
-            restore(queue, self._producer.rows, state)
+            self._producer.restore(state)
         self._producer.start()
         return self._producer
 
@@ -296,7 +272,7 @@ class AsyncVLLMStrategy(RolloutStrategy):
     def _close(self) -> None:
         producer, self._producer = self._producer, None
         pool, self._pool = self._pool, None
-        self._outbox = None
+        self._publisher = None
         try:
             if producer is not None:
                 producer.stop()

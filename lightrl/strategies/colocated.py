@@ -121,7 +121,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
 
     @override
     def generate(self, prompts: list[list[int]], sampling: Sampling) -> list[list[Completion]]:
-        with torch.no_grad(), self.phase("generate"), self._rollout_phase() as engine:
+        with torch.no_grad(), self._rollout_phase() as engine, self.phase("generate"):
             return engine.generate(prompts, sampling, self.policy_version)
 
     @override
@@ -129,8 +129,8 @@ class ColocatedVLLMStrategy(RolloutStrategy):
     def session(self, sampling: Sampling) -> Iterator[Session]:
         with (
             torch.no_grad(),
-            self.phase("generate"),
             self._rollout_phase() as engine,
+            self.phase("generate"),
             engine.session(sampling, self.policy_version) as session,
         ):
             yield session

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor
 from typing_extensions import override
 
+from lightrl.ledger import is_out_of_memory, memory_ledger
 from lightrl.phases import SECONDS, Phases
 from lightrl.signals import Signals
 from lightrl.strategies.saving import SavingStrategy
@@ -20,12 +23,15 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
+_LONGEST = 365 * 86400.0  # what a process group takes for no limit
+
+
 class WatchedStrategy(SavingStrategy):
     """Ends all ranks when one of them fails, hangs or is killed.
 
     Args:
-        timeout: seconds that a phase may take, or by phase, such as ``{"generate": 600, "reward": 120}``; see
-            :data:`lightrl.phases.PHASES`.
+        timeout: seconds that a phase may take (infinity: no limit), or by phase, such as ``{"generate": 600, "reward":
+            120}``; see :data:`lightrl.phases.PHASES`.
         grace_period: seconds after SIGTERM in which the step must end and be saved; then the run ends without.
         kwargs: see :class:`SavingStrategy`.
 
@@ -44,15 +50,36 @@ class WatchedStrategy(SavingStrategy):
             raise ValueError(f"grace_period={grace_period} must be above 0: it is seconds")
         self.grace_period = grace_period
         # Collectives give up last: they cannot say what went wrong.
-        super().__init__(timeout=timedelta(seconds=max(self.phases.limits.values()) + 60), **kwargs)
+        last = min(max(self.phases.limits.values()) + 60, _LONGEST)
+        super().__init__(timeout=timedelta(seconds=last), **kwargs)
         self._watch: Watch | None = None
         self._signals: Signals | None = None
 
-    def phase(self, name: str) -> AbstractContextManager[None]:
-        """Be in a phase, with its deadline, inside the block."""
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Be in a phase, with its deadline, inside the block; out of memory, its error says who holds how much."""
         if self._watch is not None and name == "train":
             self._watch.step = self.lightning_module.global_step  # type: ignore[union-attr]
-        return self.phases.inside(name)
+        try:
+            with self.phases.inside(name):
+                yield
+        except RuntimeError as error:
+            if is_out_of_memory(error) and not getattr(error, "__notes__", None):
+                table = memory_ledger(self._memory_holders(), self.root_device)
+                error.add_note(f"Out of memory in phase {name!r}, with on {self.root_device}:\n{table}")
+            raise
+
+    def _memory_holders(self) -> dict[str, list[Tensor | None]]:
+        module: Any = self.lightning_module
+        policy: list[Any] = list(getattr(module, "policy", torch.nn.Module()).parameters())
+        reference = getattr(module, "reference", None)
+        state = [v for o in self.optimizers for held in o.state.values() for v in held.values()]
+        return {
+            "weights": [*policy],
+            "gradients": [p.grad for p in policy],
+            "optimizer state": [v for v in state if isinstance(v, Tensor)],
+            "reference": list(reference.parameters()) if reference is not None else [],
+        }
 
     @override
     def setup_environment(self) -> None:

@@ -7,7 +7,7 @@ from lightrl.engines import compat
 from lightrl.engines.continuous import ContinuousEngine
 from lightrl.engines.messages import EngineSpec, Request
 from lightrl.engines.vllm import engine_config
-from lightrl.producer import completion
+from lightrl.partial import completion
 from lightrl.weights.source import PolicyWeights
 from tests.helpers.fits import cleaned_up
 from tests.helpers.tiny import VOCAB, by_hand, tiny_model

@@ -19,14 +19,13 @@ from lightrl.engines.messages import (
     FromTrainer,
     Generate,
     Output,
-    Push,
+    Ping,
     Request,
     Score,
     Stop,
 )
 from tests.helpers.served import Served, push
 
-valid = st.one_of(*(st.from_type(t) for t in (Configure, Generate, Abort, Push, Chunk, Score, Stop)))
 wire = st.one_of(
     st.binary(max_size=200),
     st.recursive(st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=8), st.lists, max_leaves=20).map(
@@ -34,7 +33,7 @@ wire = st.one_of(
     ),
     st.builds(
         lambda name, body: msgpack.encode({"type": name} | body),
-        st.sampled_from(["Configure", "Generate", "Abort", "Push", "Chunk", "Score", "Stop", "Ready", ""]),
+        st.sampled_from(["Configure", "Generate", "Abort", "Push", "Chunk", "Score", "Ping", "Stop", "Ready", ""]),
         st.dictionaries(
             st.sampled_from(["spec", "ids", "requests", "version", "tensors", "offset", "sequences"]),
             st.none() | st.integers(-(2**63), 2**63) | st.text(max_size=4) | st.lists(st.integers(0, 9), max_size=3),
@@ -69,6 +68,7 @@ EXAMPLES: list[FromTrainer] = [
     push([2, 3], []),
     Chunk(2**40),
     Score([[1, 2], [3]]),
+    Ping(),
     Stop(),
 ]
 

@@ -16,8 +16,8 @@ def seed_of(run_seed: int, batch: int, place: int, member: int) -> int:
     return derive_seed(derive_seed(derive_seed(run_seed, "train", batch), place), member)
 
 
-def draw(policy: Any, rollout: Rollout, position: int, seed: int, handicap: int | None = None) -> int:
-    """The token at ``position`` of a completion; the logit of ``handicap`` is less by ``TIE``."""
+def draw(policy: Any, rollout: Rollout, position: int, seed: int, less: dict[int, float] | None = None) -> int:
+    """The token at ``position`` of a completion; ``less`` is taken off the logits of these tokens."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
     sampler = TopKTopPSampler("processed_logprobs")
@@ -25,12 +25,18 @@ def draw(policy: Any, rollout: Rollout, position: int, seed: int, handicap: int 
     with torch.no_grad():
         ids = torch.tensor([rollout.prompt_ids + rollout.completion_ids[:position]])
         logits = policy(ids).logits[0, -1:]
-    if handicap is not None:
-        logits[0, handicap] -= TIE
+    for token, size in (less or {}).items():
+        logits[0, token] -= size
     with torch.random.fork_rng():
         for _ in range(position + 1):  # one draw for each token before it
-            token, _ = sampler(logits.clone(), {0: generator}, None, None)
-    return int(token)
+            drawn, _ = sampler(logits.clone(), {0: generator}, None, None)
+    return int(drawn)
+
+
+def is_near_tie(policy: Any, rollout: Rollout, position: int, seed: int, other: int, tie: float = TIE) -> bool:
+    """Whether the draw falls to this token rather than the ``other``, or the other way round, by a hair."""
+    drawn = draw(policy, rollout, position, seed)
+    return {drawn, draw(policy, rollout, position, seed, {drawn: tie})} == {rollout.completion_ids[position], other}
 
 
 def first_difference(ours: list[list[Rollout]], theirs: list[list[Rollout]]) -> tuple[int, int, int] | None:

@@ -57,10 +57,12 @@ class FakePool(EnginePool):
     async def _least_loaded(self) -> Any:
         return SimpleNamespace(generate=self._submit, abort=lambda ids: None)
 
-    def _submit(self, requests: list[Request]) -> list[asyncio.Task[Output]]:
-        return [asyncio.create_task(self._one(r)) for r in requests]
+    def _submit(
+        self, requests: list[Request], note: Callable[[Output], None] | None = None
+    ) -> list[asyncio.Task[Output]]:
+        return [asyncio.create_task(self._one(r, note)) for r in requests]
 
-    async def _one(self, request: Request) -> Output:
+    async def _one(self, request: Request, note: Callable[[Output], None] | None) -> Output:
         started = self.current
         self.pending += 1
         self.most_pending = max(self.most_pending, self.pending)
@@ -75,7 +77,10 @@ class FakePool(EnginePool):
             self.pending -= 1
         self.sampled.append(number_of(request))
         ids = [request.prompt[0], number_of(request)]
-        return Output(request.id, ids, float_bytes([-1.0, -2.0]), [(started, 1), (self.current, 1)], truncated=False)
+        output = Output(request.id, ids, float_bytes([-1.0, -2.0]), [(started, 1), (self.current, 1)], truncated=False)
+        if note is not None:
+            note(output)
+        return output
 
 
 def score(prompts: list[Prompt], completions: list[list[Completion]]) -> list[RolloutGroup]:

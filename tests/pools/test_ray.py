@@ -38,7 +38,10 @@ def cluster() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch, cleaned_up():
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("RAY_DEDUP_LOGS", "0")
-        cluster = Cluster(True, head_node_args=node | {"node_ip_address": HEAD, "include_dashboard": False})
+        # A node that is gone is noticed in seconds; by default Ray takes up to half a minute.
+        health = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_timeout_ms": 3000}
+        head = node | {"node_ip_address": HEAD, "include_dashboard": False, "_system_config": health}
+        cluster = Cluster(True, head_node_args=head)
         try:
             cluster.add_node(**node, node_ip_address=WORKER)
             patch.setattr(ray, "init", partial(ray.init, address=cluster.address, _node_ip_address=HEAD))
