@@ -69,12 +69,10 @@ class KLMonitor(Callback):
         if pl_module.has_reference:
             log_step(pl_module, to_reference(batch).means(all_sum))
         for name, bound in self.bounds.items():
-            if bound is not None and not float(trainer.callback_metrics[name]) <= bound:  # NaN is no better
+            found = float(trainer.callback_metrics.get(name, 0.0))  # no live token yet: no KL
+            if bound is not None and not found <= bound:  # NaN is no better
                 trainer.should_stop = True
-                rank_zero_warn(
-                    f"{name} is {float(trainer.callback_metrics[name]):.4g} at step {trainer.global_step}, above "
-                    f"{bound}: the run ends here"
-                )
+                rank_zero_warn(f"{name} is {found:.4g} at step {trainer.global_step}, above {bound}: the run ends here")
 
 
 def to_reference(batch: StepBatch) -> Meter:

@@ -79,7 +79,12 @@ class ThroughputMonitor(Callback):
         self.hardware = Hardware(self.peaks.flops or found.flops, self.peaks.bandwidth or found.bandwidth)
         self._value_bytes = dtype.itemsize
         config = pl_module.policy.config
-        self._size = model_size(config, lora=pl_module.lora, trainable=pl_module.trainable)
+        self._size = model_size(
+            config,
+            lora=pl_module.lora,
+            trainable=pl_module.trainable,
+            trust_remote_code=pl_module.trust_remote_code,
+        )
         self._heads_width = heads_width(config)
         self._tally = _Tally()
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightrl.callbacks import ThroughputMonitor
-from lightrl.distributed import all_objects, world_size
+from lightrl.distributed import all_objects
 from lightrl.planning import StepSeconds, with_fixed_share
 
 if TYPE_CHECKING:
@@ -44,8 +44,30 @@ def measured_step(trainer: Trainer, module: Any, data: RolloutDataModule, batche
     Nothing is saved or logged; the policy is trained meanwhile.
 
     Raises:
+        ValueError: see :func:`check_measurable`.
+    """
+    check_measurable(trainer, data, batches)
+    whole = data.prompts_per_step
+    trainer.loggers = []
+    trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
+    found = []
+    try:
+        for prompts in (whole, whole // 2):
+            data.prompts_per_step = prompts
+            found.append(_seconds(trainer, module, data, batches, {} if found else loading))
+    finally:
+        data.prompts_per_step = whole
+    full, half = found
+    stages = {stage: full[stage] for stage in ("generate", "train", "reward", "sync", "swap")}
+    return with_fixed_share(StepSeconds(**stages), half["generate"])
+
+
+def check_measurable(trainer: Trainer, data: RolloutDataModule, batches: int) -> None:
+    """Refuse what cannot be measured.
+
+    Raises:
         ValueError: ``batches`` is below 2 (the first one warms up and does not count), the strategy samples ahead, or
-            there are too few prompts in a step to halve.
+            the prompts of a step cannot be halved.
     """
     if batches < 2:
         raise ValueError(f"batches={batches} must be at least 2: the first one warms up and does not count")
@@ -54,24 +76,11 @@ def measured_step(trainer: Trainer, module: Any, data: RolloutDataModule, batche
             f"{type(trainer.strategy).__name__} samples ahead: the plan starts from a run in turns. Use "
             "--trainer.strategy colocated_vllm"
         )
-    whole, ranks = data.prompts_per_step, trainer.num_devices * trainer.num_nodes
-    if whole < 2 * ranks:
-        raise ValueError(f"prompts_per_step={whole} cannot be halved on {ranks} ranks: raise it to {2 * ranks} or more")
-    trainer.loggers = []
-    trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
-    found = []
-    try:
-        for prompts in (whole, whole // (2 * ranks) * ranks):
-            data.prompts_per_step = prompts
-            found.append(_seconds(trainer, module, data, batches, {} if found else loading))
-    finally:
-        data.prompts_per_step = whole
-    full, half = found
-    stages = {stage: full[stage] for stage in ("generate", "train", "reward", "sync", "swap")}
-    share = (whole // (2 * ranks) * ranks) / whole
-    # From what was left of it for this share of the prompts to what would be left for exactly half of them.
-    generate_half = full["generate"] - (full["generate"] - half["generate"]) * 0.5 / (1 - share)
-    return with_fixed_share(StepSeconds(**stages), generate_half)
+    ranks = trainer.num_devices * trainer.num_nodes
+    if data.prompts_per_step % (2 * ranks):
+        raise ValueError(
+            f"prompts_per_step={data.prompts_per_step} cannot be halved on {ranks} ranks: use a multiple of {2 * ranks}"
+        )
 
 
 def _seconds(
@@ -84,5 +93,5 @@ def _seconds(
     trainer.fit(module, datamodule=data, **loading)
     warm = clock.batches[1:]
     mine = {stage: sum(b[stage] for b in warm) / len(warm) for stage in warm[0]}
-    everyone = all_objects(mine) if world_size() > 1 else [mine]
+    everyone = all_objects(mine)
     return {stage: max(theirs[stage] for theirs in everyone) for stage in mine}

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from lightrl.callbacks.rollout_logger import row, write_rows
 from lightrl.cli.keys import unknown_keys
-from lightrl.cli.measure import measured_step
+from lightrl.cli.measure import check_measurable, measured_step
 from lightrl.datamodule import RolloutDataModule
 from lightrl.distributed import all_objects
 from lightrl.module import RLModule
@@ -45,11 +45,7 @@ class SamplingTrainer(Trainer):
         Raises:
             ValueError: ``out`` has another ending, or exists already.
         """
-        path = Path(out)
-        if path.suffix not in (".jsonl", ".parquet"):
-            raise ValueError(f"out={out!r} must end in .jsonl or .parquet")
-        if path.exists():
-            raise ValueError(f"out={out!r} exists already: give another name, or remove it")
+        path = new_file(out)
         batches: Any = self.predict(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
         tokenizer = datamodule.tokenizer  # type: ignore[attr-defined]
         rows = [row(rollout, tokenizer) for batch in batches or [] for rollout in batch]
@@ -83,6 +79,20 @@ class SamplingTrainer(Trainer):
         step = measured_step(self, model, datamodule, batches, **loading)  # type: ignore[arg-type]
         if self.is_global_zero:
             print(make_plan(step, planned_devices or self.num_devices * self.num_nodes, max_staleness).table())
+
+
+def new_file(out: str) -> Path:
+    """Return ``out`` as a path to write to.
+
+    Raises:
+        ValueError: it has another ending than .jsonl or .parquet, or exists already.
+    """
+    path = Path(out)
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise ValueError(f"out={out!r} must end in .jsonl or .parquet")
+    if path.exists():
+        raise ValueError(f"out={out!r} exists already: give another name, or remove it")
+    return path
 
 
 class KeepConfig(SaveConfigCallback):
@@ -147,6 +157,20 @@ class CommandLine(LightningCLI):
             super().instantiate_classes()
         except ValueError as error:  # of an argument: what the constructors raise names it and the fix
             self._refuse(plain(str(error)))
+
+    def before_sample(self) -> None:
+        """Refuse a file that cannot be written before anything is loaded."""
+        try:
+            new_file(self.config_init["sample"]["out"])
+        except ValueError as error:
+            self._refuse(str(error))
+
+    def before_plan(self) -> None:
+        """Refuse a run that cannot be measured."""
+        try:
+            check_measurable(self.trainer, self.datamodule, self.config_init["plan"]["batches"])  # type: ignore[arg-type]
+        except ValueError as error:
+            self._refuse(str(error))
 
     def _refuse(self, message: str) -> NoReturn:
         print(f"lightrl {self.name}: error: {message}", file=sys.stderr)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from lightning.pytorch import Callback
 
-from lightrl.callbacks import RolloutEvaluation
+from lightrl.callbacks import RolloutEvaluation, RolloutLogger
 from lightrl.distributed import rank
 from lightrl.evaluation import majority_at_k, pass_at_k
 from lightrl.strategies import ColocatedVLLMStrategy
@@ -38,11 +38,11 @@ class Seen(Callback):
         self.batches.append(batch)
 
 
-def evaluate(devices: int = 1, strategy: Any = "colocated_hf") -> tuple[dict[str, float], list[dict[str, Any]]]:
+def evaluate(devices: int = 1, *others: Callback, **args: Any) -> tuple[dict[str, float], list[dict[str, Any]]]:
     """Validate 7 prompts in batches of 2 a rank; return what was logged and what was sampled on this rank."""
     seen, evaluation = Seen(), RolloutEvaluation(KS, samples=5, answer=first_word)
     data = tiny_data(reward=first_word_is_even, val_prompts=tiny_prompts(7), val_batch_size=2, deterministic=True)
-    trainer = quiet_trainer(devices=devices, strategy=strategy, callbacks=[evaluation, seen])
+    trainer = quiet_trainer(devices=devices, callbacks=[evaluation, seen, *others], **args)
     (logged,) = trainer.validate(tiny_module(), data, verbose=False)
     groups = [g for batch in seen.batches for g in batch.groups]
     rows = [{"index": g.prompt.index, "samples": [(first_word(r.text), r.reward) for r in g.rollouts]} for g in groups]
@@ -75,6 +75,9 @@ def test_b31_two_ranks_with_seven_prompts_have_the_numbers_of_one(tmp_path: Path
     found = [json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)]
     rows = sorted((row for f in found for row in f["rows"]), key=lambda row: row["index"])
     assert [row["index"] for row in rows] == list(range(7))
+    kept = [json.loads(line) for line in (tmp_path / "rollouts.jsonl").read_text().splitlines()]
+    answers = sorted(answer or "" for row in rows for answer, _ in row["samples"])
+    assert sorted(first_word(r["completion"]) or "" for r in kept) == answers, "both ranks' samples are in one file"
     right = by_count(rows)
     alone, _ = evaluate()
     for logged in (found[0]["logged"], found[1]["logged"], alone):
@@ -182,5 +185,5 @@ def test_an_evaluation_longer_than_the_context_is_refused() -> None:
 
 
 if __name__ == "__main__":
-    logged, rows = evaluate(devices=2)
+    logged, rows = evaluate(2, RolloutLogger(rows=None), default_root_dir=sys.argv[1])
     (Path(sys.argv[1]) / f"{rank()}.json").write_text(json.dumps({"logged": logged, "rows": rows}))
