@@ -21,10 +21,11 @@ def train(name: str, steps: int, strategy: Any, out: Path, seed: int = 0, **modu
     from lightning.pytorch import seed_everything
     from lightning.pytorch.loggers import TensorBoardLogger
 
-    from examples.tiny.curve import HELD_OUT, read_scalars
+    from examples.tiny.curve import HELD_OUT
     from examples.tiny.task import write_task
     from examples.tiny.training import make_data, make_trainer
     from lightrl import algorithms
+    from lightrl.report import read_scalars
 
     seed_everything(seed, verbose=False)
     task, logger = write_task(out), TensorBoardLogger(out, name="")

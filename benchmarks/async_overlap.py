@@ -1,35 +1,16 @@
 """Generation and training of equal length, in turns and at the same time: seconds a step."""
 
-import argparse
-import os
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks import Result
+from benchmarks._slow_engine import slow_engine
 
 needs = "vllm"
 
-ROOT = Path(__file__).resolve().parent.parent
 STEPS, DROPPED = 14, 4
 TOKEN_SECONDS, TRAIN_SECONDS = 0.006, 1.0
 BAR = 1.15
-
-
-def serve(address: str) -> None:
-    """An engine whose every token takes ``TOKEN_SECONDS``, as if it were a large one."""
-    from lightrl.engines import continuous, server
-
-    step = continuous.ContinuousEngine.step
-
-    def slow(self: Any) -> Any:
-        time.sleep(TOKEN_SECONDS * len(self._changes))
-        return step(self)
-
-    continuous.ContinuousEngine.step = slow  # type: ignore[method-assign]
-    server.main(["--bind", address])
 
 
 def fit(strategy: Any) -> tuple[list[float], dict[str, float]]:
@@ -83,23 +64,10 @@ def colocated() -> tuple[list[float], dict[str, float]]:
 
 
 def ahead() -> tuple[list[float], dict[str, float]]:
-    from lightrl.engines.secure import TOKEN_VARIABLE, new_token
     from lightrl.strategies import AsyncVLLMStrategy
 
-    token = new_token()
-    command = [sys.executable, "-m", "benchmarks.async_overlap", "--serve", "tcp://127.0.0.1:0"]
-    engine = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ | {TOKEN_VARIABLE: token}, stdout=subprocess.PIPE, text=True
-    )
-    os.environ[TOKEN_VARIABLE] = token
-    try:
-        assert engine.stdout is not None
-        address = engine.stdout.readline().split()[-1]
+    with slow_engine(0.0, TOKEN_SECONDS) as address:
         return fit(AsyncVLLMStrategy(max_staleness=2, pool=[address]))
-    finally:
-        del os.environ[TOKEN_VARIABLE]
-        engine.kill()
-        engine.wait()
 
 
 def judge(turns: list[float], together: list[float], generate: float, train: float) -> Result:
@@ -123,9 +91,3 @@ def main() -> Result:
     turns, stages = colocated()
     together, _ = ahead()
     return judge(turns, together, stages["time/generate"], stages["time/train_step"])
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.async_overlap", description=serve.__doc__)
-    parser.add_argument("--serve", required=True, metavar="ADDRESS")
-    serve(parser.parse_args().serve)

@@ -16,7 +16,7 @@ from lightrl.prompts import Curriculum, load_rows, tokenize_prompts, weighted_so
 from lightrl.rewards import RewardSum
 from lightrl.rewards.base import RewardSpec, import_callable
 from lightrl.strategies.base import RolloutStrategy
-from lightrl.stream import RolloutStream
+from lightrl.stream import RolloutStream, for_validation
 from lightrl.types import Prompt, Sampling
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ class RolloutDataModule(LightningDataModule):
         seed: int | None = None,
         deterministic: bool = False,
         tokenizer: PreTrainedTokenizerBase | None = None,
-        environment: Episodes | EnvironmentFactory | str | None = None,
-        curriculum: Curriculum | str | None = None,
+        environment: str | Episodes | EnvironmentFactory | None = None,
+        curriculum: str | Curriculum | None = None,
     ) -> None:
         super().__init__()
         counts = {
@@ -132,7 +132,7 @@ class RolloutDataModule(LightningDataModule):
         self.curriculum: Any = import_callable(curriculum, "curriculum") if isinstance(curriculum, str) else curriculum
         self.shuffle, self.seed, self.deterministic = shuffle, seed, deterministic
         self.tokenizer = self._own_tokenizer = tokenizer
-        self._made_with: tuple[PreTrainedTokenizerBase | None, int | None] = (None, None)
+        self._made_with: tuple[Any, ...] = ()
         self.max_sequence_tokens: int | None = None
         """Longest prompt + completion in tokens, known after ``setup``: what the engine has to be able to hold."""
         self._train: list[Prompt] = []
@@ -150,19 +150,22 @@ class RolloutDataModule(LightningDataModule):
         """
         module = self._module
         self._check_fit(module, stage)
-        made_with = (self._own_tokenizer or module.tokenizer, self._prompt_limit(module))
+        budget = self.max_completion_tokens
+        val_budget = for_validation(self.trainer, Sampling(budget)).max_completion_tokens
+        limit, val_limit = self._prompt_limit(module, budget), self._prompt_limit(module, val_budget)
+        self.tokenizer = self._own_tokenizer or module.tokenizer
+        made_with = (self.tokenizer, limit, val_limit)
         if made_with != self._made_with:  # token ids of another model's tokenizer would be other words
             self._made_with, self._train, self._val = made_with, [], []
-        self.tokenizer, limit = made_with
         if self.episodes is not None:
             self.episodes.setup(self.tokenizer)
         if stage == "fit":
             self._train = self._train or self._tokenize_training(limit)
             self._check_training()
         if self.val_prompts is not None:
-            self._val = self._val or self._tokenize(self.val_prompts, limit)
+            self._val = self._val or self._tokenize(self.val_prompts, val_limit)
         longest, longest_val = (max((len(p.token_ids) for p in ps), default=0) for ps in (self._train, self._val))
-        self.max_sequence_tokens = max(longest, longest_val) + self.max_completion_tokens
+        self.max_sequence_tokens = max(longest + budget, longest_val + val_budget)
         if stage == "fit" and longest + self.max_completion_tokens > self.max_tokens_per_micro_batch:
             raise ValueError(
                 f"max_tokens_per_micro_batch={self.max_tokens_per_micro_batch} cannot hold the longest prompt and "
@@ -213,19 +216,16 @@ class RolloutDataModule(LightningDataModule):
                 f"prompts_per_step={self.prompts_per_step} does not divide over {world_size()} ranks: use a multiple"
             )
 
-    def _prompt_limit(self, module: Any) -> int | None:
-        config = (
-            load_config(module.model, trust_remote_code=module.trust_remote_code)
-            if isinstance(module.model, str)
-            else module.model.config
-        )
+    def _prompt_limit(self, module: Any, max_completion_tokens: int) -> int | None:
+        own = getattr(module.model, "config", None)  # that of a model which was given as an object
+        config = own or load_config(module.model, trust_remote_code=module.trust_remote_code)
         context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
         if context is None:
             return self.max_prompt_tokens
-        left = context - self.max_completion_tokens
+        left = context - max_completion_tokens
         if left < 1:
             raise ValueError(
-                f"max_completion_tokens={self.max_completion_tokens} leaves no room for a prompt in the "
+                f"max_completion_tokens={max_completion_tokens} leaves no room for a prompt in the "
                 f"model's context of {context} tokens"
             )
         return left if self.max_prompt_tokens is None else min(left, self.max_prompt_tokens)

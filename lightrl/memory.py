@@ -88,13 +88,16 @@ class MemoryPlan:
         return "\n".join([*lines, f"{'sum':34}{self.training / _GIB:10.2f}{self.rollouts / _GIB:10.2f}"])
 
 
-def model_size(config: Any, *, lora: Any = None, trainable: str | list[str] | None = None) -> ModelSize:
+def model_size(
+    config: Any, *, lora: Any = None, trainable: str | list[str] | None = None, trust_remote_code: bool = False
+) -> ModelSize:
     """Return the shape of the causal language model that ``config`` describes, without allocating it.
 
     Args:
         config: of transformers, such as ``load_config`` returns.
         lora: see :class:`lightrl.RLModule`.
         trainable: see :class:`lightrl.RLModule`.
+        trust_remote_code: run code that comes with the model.
 
     Raises:
         ValueError: ``lora`` or ``trainable`` does not fit the model.
@@ -103,7 +106,7 @@ def model_size(config: Any, *, lora: Any = None, trainable: str | list[str] | No
 
     text = config.get_text_config()
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
         packed = [m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Linear)]
         head = model.get_output_embeddings()
         layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]

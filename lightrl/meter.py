@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -106,6 +107,12 @@ class Meter:
             largest = reduce_max(torch.stack([self._maxima[n] for n in sorted(self._maxima)])).tolist()
             means |= dict(zip(sorted(self._maxima), largest, strict=True))
         return means
+
+
+def log_step(module: Any, means: Mapping[str, float], shown: frozenset[str] = frozenset()) -> None:
+    """Log what is known of one optimizer step, equal on all ranks; ``shown`` are the names for the progress bar."""
+    for name, value in means.items():
+        module.log(name, value, on_step=True, on_epoch=False, prog_bar=name in shown, batch_size=1)
 
 
 def _quantile(counts: Tensor, q: float) -> float:

@@ -67,6 +67,7 @@ class ModelsModule(StepModule):
         self.kl_coef, self.reference_device, self.ref_refresh_every = kl_coef, reference_device, ref_refresh_every
         self.trust_remote_code = trust_remote_code
         self._reference_version, self._configured = 0, False
+        self._wants_reference = kl_coef > 0
         self._check_models()
         self._check_reference()
         self.register_load_state_dict_post_hook(_forgive_missing_base)  # type: ignore[no-untyped-call]
@@ -108,7 +109,7 @@ class ModelsModule(StepModule):
     # -- models -------------------------------------------------------------------------------------------------------
 
     def configure_model(self) -> None:
-        """Load the policy, bind adapters, and make the reference where ``kl_coef`` wants one; the strategy shards."""
+        """Load the policy, bind adapters, and make the reference where one is wanted; the strategy shards."""
         if self._configured:
             return
         self._configured = True
@@ -116,9 +117,9 @@ class ModelsModule(StepModule):
             self.policy = self.fresh_model() if isinstance(self.model, str) else without_dropout(self.model)
         if self.lora is not None:
             bind_lora(self.policy, self.lora)
-            if self.kl_coef > 0:
+            if self._wants_reference:
                 self._reference.append(AdapterReference(self.policy))
-        elif self.kl_coef > 0:
+        elif self._wants_reference:
             self._reference.append(CopyReference(self.policy, self.fresh_model()))
         if self.trainable is not None:
             train_only(self.policy, self.trainable)
@@ -145,6 +146,24 @@ class ModelsModule(StepModule):
     def parameter_groups(self) -> list[tuple[Iterable[nn.Parameter], float]]:
         """Return which parameters the optimizer gets at which peak learning rate; frozen ones are left out of it."""
         return [(self.policy.parameters(), self.lr)]
+
+    def require_reference(self) -> None:
+        """Have :meth:`configure_model` make a reference also where ``kl_coef`` is 0: somebody measures to it.
+
+        Raises:
+            ValueError: the model is configured already, without one.
+        """
+        if self._configured and not self.has_reference:
+            raise ValueError(
+                "the module was set up without a reference, and its weights are no longer the initial ones: ask for "
+                "the reference at the first run, or make the module anew"
+            )
+        self._wants_reference = True
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether rollouts get the logprobs of a reference."""
+        return bool(self._reference)
 
     @property
     def reference(self) -> PreTrainedModel | None:

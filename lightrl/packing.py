@@ -105,6 +105,8 @@ class StepBatch:
     """Optimizer steps done by the oldest weights that sampled these rollouts."""
     rollouts: list[Rollout] = field(default_factory=list)
     """The rollouts behind the micro-batches, for callbacks."""
+    times_used: int = 0
+    """Optimizer steps on the same batch of rollouts before this one: 0 where they are new."""
     measured: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Metric name to (sum, count) on this rank, of what was measured while the rollouts were made."""
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightrl.distributed import all_objects
+from lightrl.distributed import all_objects, world_size
 from lightrl.groups import has_spread
 from lightrl.rewards import RewardSum, Score
 from lightrl.types import Completion, Prompt, Rollout, RolloutBatch, RolloutGroup, Sampling
@@ -128,6 +128,7 @@ def measure(batch: RolloutBatch, version_now: int) -> dict[str, tuple[float, flo
         "reward/std": (sum(spreads), len(spreads)),
         "reward/zero_std_frac": (sum(s == 0 for s in spreads), len(spreads)),
         "reward/excluded_frac": (len(rollouts) - len(rewards), len(rollouts)),
+        "rollout/num_completions": (len(rollouts), 1 / world_size()),
         "rollout/length_mean": (sum(len(r.completion_ids) for r in rollouts), len(rollouts)),
         "rollout/truncated_frac": (sum(r.truncated for r in rollouts), len(rollouts)),
         "rollout/staleness_mean": (sum(ages), len(ages)),

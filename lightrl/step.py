@@ -19,7 +19,7 @@ from lightrl.corrections import Correction
 from lightrl.distributed import all_max, all_sum
 from lightrl.finite import FiniteCheck
 from lightrl.masked import bounded_exp
-from lightrl.meter import Meter
+from lightrl.meter import Meter, log_step
 from lightrl.optim import make_optimizer, schedule_factor
 from lightrl.packing import MicroBatch, StepBatch
 from lightrl.policy import PolicyForward
@@ -29,7 +29,7 @@ from lightrl.types import Rollout, RolloutBatch
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_LIVE = "live tokens by micro-batch"
+_TOKENS = "train/num_tokens"
 
 
 class StepModule(LightningModule):
@@ -92,7 +92,7 @@ class StepModule(LightningModule):
         if hasattr(strategy, "sync_gradients"):
             strategy.sync_gradients(last)
         loss, metrics, logprobs, entropy = self.full_loss(micro)
-        meter.add_sum(_LIVE, micro.loss_mask.sum(), 1.0)
+        meter.add_sum(_TOKENS, micro.loss_mask.sum(), 0.0)
         check.note(micro, logprobs.detach(), loss.detach(), meter)
         meter.add_all(metrics, micro.loss_mask)
         meter.add("train/entropy", entropy, mask=micro.loss_mask)
@@ -125,10 +125,11 @@ class StepModule(LightningModule):
         seconds, self._step_started = now - self._step_started, now
         tokens = sum(m.num_tokens for m in batch.micro)
         meter.add_sum("perf/tokens_per_second", tokens * self.trainer.world_size, seconds)
+        meter.add_sum(_TOKENS, 0.0, 1 / self.trainer.world_size)  # what is left of the mean is the sum over ranks
         for name, (total, count) in batch.measured.items():
             meter.add_sum(name, total, count)
         means = meter.means(all_sum, all_max)
-        self._anything_live = means.pop(_LIVE) > 0
+        self._anything_live = means[_TOKENS] > 0
         bad = check.noted(means)
         if bad and self.on_nonfinite == "raise":
             raise check.error(batch.rollouts, self.trainer.global_step, Path(self.trainer.default_root_dir))
@@ -139,9 +140,7 @@ class StepModule(LightningModule):
             means = {name: value for name, value in means.items() if math.isfinite(value) or not bad}
             self._skipped += bad
             means["train/skipped_steps"] = float(self._skipped)
-        shown = {"reward/mean", "kl/mismatch", "kl/ref", "perf/tokens_per_second"}
-        for name, value in means.items():
-            self.log(name, value, on_step=True, on_epoch=False, prog_bar=name in shown, batch_size=1)
+        log_step(self, means, frozenset({"reward/mean", "kl/mismatch", "kl/ref", "perf/tokens_per_second"}))
 
     def on_train_batch_start(self, batch: StepBatch, batch_idx: int) -> None:
         """Start the clock of ``time/train_step``: the whole optimizer step, without making the rollouts."""

@@ -71,14 +71,16 @@ class RolloutStream:
             round_, part = divmod(self.step, count)
             seed = derive_seed(self.seed, "minibatch", self.batches, round_, rank())
             trained = shuffled_parts(trained, count, seed)[part]
-        first = self.step == 0
+        times_used = self.step
         # Before the step is handed out: a checkpoint after it must go on with the next one.
         self.step += 1
         if self.step == self.steps_per_rollout:
             self.current, self.step = None, 0
             self.batches += 1
-        step = self._step_batch(trained, batch)
-        if first:  # old is current: scored in other micro-batches it would differ by rounding, in bfloat16 visibly
+        step = self._step_batch(trained, batch, times_used)
+        if (
+            not times_used
+        ):  # old is current: scored in other micro-batches it would differ by rounding, in bfloat16 visibly
             step.micro = [replace(m, old_logprobs=None) for m in step.micro]
         return step
 
@@ -162,7 +164,7 @@ class RolloutStream:
             )
         self._warned = True
 
-    def _step_batch(self, rollouts: list[Rollout], batch: RolloutBatch) -> StepBatch:
+    def _step_batch(self, rollouts: list[Rollout], batch: RolloutBatch, times_used: int) -> StepBatch:
         counts = [live_tokens([r]) for r in rollouts]
         everywhere = all_objects((sum(counts), sum(c > 0 for c in counts)))
         tokens, sequences = (sum(column) for column in zip(*everywhere, strict=True))
@@ -170,13 +172,15 @@ class RolloutStream:
         packer = self.module.policy_forward.packer(self.module.policy)
         parts = packer.plan(rollouts, self.data.max_tokens_per_micro_batch)
         micro = [packer.pack(part, temperature=batch.temperature, denominator=denominator) for part in parts]
-        return StepBatch(micro, batch.policy_version, rollouts, self.measured)
+        return StepBatch(micro, batch.policy_version, rollouts, times_used, self.measured)
 
     def validation_batch(self, prompts: list[Prompt], i: int, size: int) -> RolloutBatch:
         """Return batch ``i``, of ``size`` prompts on each rank: every prompt is in one batch on one rank."""
         share = range(rank(), len(prompts), world_size())[i * size : (i + 1) * size]
-        places = [j - i * size * world_size() for j in share]
-        sampling = self._sampling("val", i, self.data.val_group_size, self.data.val_temperature, places)
+        sampling = self._sampling("val", i, self.data.val_group_size, self.data.val_temperature, ())
+        if self.data.deterministic:  # by prompt: the same samples in batches of any size, on any number of ranks
+            sampling = replace(sampling, prompt_seeds=tuple(derive_seed(self.seed, "val", j) for j in share))
+        sampling = for_validation(self._trainer, sampling)
         return self.source().rollout([prompts[j] for j in share], sampling)
 
     def _sampling(self, kind: str, batch: int, n: int, temperature: float, places: Sequence[int]) -> Sampling:
@@ -249,3 +253,11 @@ class RolloutStream:
                 )
         self.current = rollouts_from_state(current[rank()])
         self.measured = measured[rank() % len(measured)]
+
+
+def for_validation(trainer: Any, sampling: Sampling) -> Sampling:
+    """Return how validation prompts are sampled: a callback may have a say in it (``RolloutEvaluation`` does)."""
+    for callback in trainer.callbacks:
+        if hasattr(callback, "validation_sampling"):
+            sampling = callback.validation_sampling(sampling)
+    return sampling

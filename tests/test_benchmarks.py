@@ -126,3 +126,18 @@ def test_every_algorithm_is_measured():
     from lightrl import algorithms
 
     assert sorted(NAMES) == sorted(algorithms.__all__)
+
+
+def test_plan_bars():
+    from benchmarks import plan
+    from lightrl.planning import StepSeconds, make_plan
+
+    faster = make_plan(StepSeconds(generate=1.0, train=0.5, fixed_share=0.5), devices=2, max_staleness=2)
+    assert min(faster.splits) == pytest.approx(7 / 6)  # 0.5 x 2 of work and 0.5 / 3
+    good = {"plan": faster, "turns": 1.5, "asynchronous": 1.3}
+    assert plan.judge([good]).ok
+    assert not plan.judge([good | {"asynchronous": 1.0}]).ok, "faster than the bound"
+    assert not plan.judge([good | {"asynchronous": 1.9}]).ok, "far from it, and the verdict was wrong"
+    result = plan.judge([good, good | {"asynchronous": 1.7}])
+    assert "1 of 2 verdicts right" in result.figure
+    assert not result.ok

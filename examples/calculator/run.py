@@ -45,12 +45,15 @@ def multiply(a: int, b: int) -> int:
     return a * b
 
 
+TOOLS = ToolUse([multiply])
+
+
 def main() -> None:
     """Show the model the form of a call, then let it find out by rewards what to call with."""
     args = _arguments()
     seed_everything(args.seed, verbose=False)
     logger = TensorBoardLogger(args.out, name="")
-    tokenizer, model = make_tokenizer(WORDS, CHAT_TEMPLATE), make_model(args.seed, WORDS)
+    tokenizer, model = make_parts(args.seed)
     imitate(model, tokenizer, args.warm_up_steps)
     train, test = split(args.seed)
 
@@ -58,7 +61,7 @@ def main() -> None:
     data = RolloutDataModule(
         train * 4,
         reward=exact_match,
-        environment=Episodes(ToolUse([multiply]), max_turns=3, max_turn_tokens=16),
+        environment=Episodes(TOOLS, max_turns=3, max_turn_tokens=16),
         group_size=16,
         prompts_per_step=32,
         max_completion_tokens=40,  # of a whole episode
@@ -69,6 +72,13 @@ def main() -> None:
     )
     trainer = make_trainer(args.strategy, args.max_steps, samples_every=20, val_check_interval=5, logger=logger)
     train_and_tell(trainer, module, data, lambda: draw_curve(logger.log_dir, title="Calculator"))
+
+
+def make_parts(seed: int) -> tuple[PreTrainedTokenizerFast, PreTrainedModel]:
+    """Return the tokenizer and the untrained model."""
+    said = [*VOCABULARY, "<tool>", "*", *CALL.replace("%d", "0").split(), *map(str, range(82))]
+    words = list(dict.fromkeys(said))
+    return make_tokenizer(words, CHAT_TEMPLATE), make_model(seed, words)
 
 
 def split(seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -8,6 +8,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a model this smal
 
 from lightning.pytorch import seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from examples.tiny.curve import draw_curve
 from examples.tiny.task import VOCABULARY, make_model, make_tokenizer
@@ -24,10 +25,8 @@ def main() -> None:
     args = make_parser("gym_task", __doc__, max_steps=120, seed="of the weights and of sampling").parse_args()
     seed_everything(args.seed, verbose=False)
     logger = TensorBoardLogger(args.out, name="")
-    words = vocabulary()
-    tokenizer = make_tokenizer(words)
 
-    module = RLModule(make_model(args.seed, words), lr=1e-3, schedule="linear")
+    module = RLModule(task_model(args.seed), lr=1e-3, schedule="linear")
     data = RolloutDataModule(
         f"{TASK}&size=6400&seed=1",
         reward=gym_score,
@@ -35,10 +34,20 @@ def main() -> None:
         prompts_per_step=48,
         max_completion_tokens=2,
         val_prompts=f"{TASK}&size=200&seed=2",
-        tokenizer=tokenizer,
+        tokenizer=task_tokenizer(),
     )
     trainer = make_trainer(args.strategy, args.max_steps, logger=logger)
     train_and_tell(trainer, module, data, lambda: draw_curve(logger.log_dir, title="reasoning-gym: gcd"))
+
+
+def task_model(seed: int = 0) -> PreTrainedModel:
+    """Return an untrained model that knows the task's words."""
+    return make_model(seed, vocabulary())
+
+
+def task_tokenizer() -> PreTrainedTokenizerBase:
+    """Return its tokenizer."""
+    return make_tokenizer(vocabulary())
 
 
 def vocabulary() -> list[str]:

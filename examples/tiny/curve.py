@@ -6,27 +6,10 @@ from pathlib import Path
 
 import matplotlib
 from matplotlib.figure import Figure
-from tensorboard.backend.event_processing.event_accumulator import SCALARS, EventAccumulator
+
+from lightrl.report import read_scalars
 
 TRAIN, HELD_OUT = "reward/mean", "val/reward"
-
-
-def read_scalars(log_dir: str | Path) -> dict[str, tuple[list[int], list[float]]]:
-    """Return steps and values of every scalar below ``log_dir``, in order of step.
-
-    Raises:
-        ValueError: there is no event file with scalars.
-    """
-    # validate and fit each open a file of their own: steps that start again are not a restarted run to forget.
-    events = EventAccumulator(str(log_dir), size_guidance={SCALARS: 0}, purge_orphaned_data=False).Reload()
-    scalars = {}
-    for tag in events.Tags()[SCALARS]:
-        latest = {event.step: event.value for event in events.Scalars(tag)}
-        steps = sorted(latest)
-        scalars[tag] = (steps, [latest[step] for step in steps])
-    if not scalars:
-        raise ValueError(f"no TensorBoard scalars in {log_dir}: is it the folder of a finished run?")
-    return scalars
 
 
 def draw_curve(log_dir: str | Path, picture: str | Path | None = None, title: str = "Largest of three digits") -> Path:

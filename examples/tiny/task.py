@@ -163,3 +163,7 @@ def _is_complete(folder: Path, seed: int) -> bool:
         return bool(json.loads(_manifest_path(folder).read_text()) == _manifest(folder, seed))
     except (FileNotFoundError, json.JSONDecodeError):
         return False
+
+
+if __name__ == "__main__":
+    print(write_task().model_dir.parent)

@@ -12,10 +12,10 @@ from lightning.pytorch import seed_everything
 from lightning.pytorch.loggers import TensorBoardLogger
 from matplotlib.figure import Figure
 
-from examples.tiny.curve import read_scalars
 from examples.tiny.task import write_task
 from examples.tiny.training import make_data, make_parser, make_trainer, train_and_tell
 from lightrl import RLModule
+from lightrl.report import read_scalars
 from lightrl.rewards import LengthPenalty, RepetitionPenalty
 
 TERMS = ("right", "short", "repeats")

@@ -19,7 +19,7 @@ _WIDTH = 48
 
 
 class SampleTable(Callback):
-    """Prints a table of completions with their rewards, and writes it to TensorBoard as text.
+    """Prints a table of completions with their rewards (:class:`~lightrl.callbacks.RolloutLogger` keeps them).
 
     Args:
         every_n_steps: optimizer steps between two tables; the first is printed at the first step.
@@ -47,24 +47,24 @@ class SampleTable(Callback):
         tokenizer = getattr(data, "tokenizer", None) or pl_module.tokenizer
         table = sample_table(batch.rollouts, tokenizer, self.rows)
         print(f"\nsamples at step {step}\n{table}", file=self.file or sys.stdout, flush=True)
-        for logger in trainer.loggers:
-            add_text = getattr(getattr(logger, "experiment", None), "add_text", None)
-            if add_text is not None:
-                add_text("samples", f"```\n{table}\n```", step)
 
 
 def sample_table(rollouts: list[Rollout], tokenizer: Any, rows: int) -> str:
     """Return ``rows`` rollouts from worst to best as lines of text: reward, prompt's end, completion's beginning."""
-    rows = min(rows, len(rollouts))
-    scored = sorted(rollouts, key=lambda r: (r.reward is None, r.reward or 0.0))
-    step = max(1, (len(scored) - 1) // max(1, rows - 1))
-    chosen = (scored[::step][: rows - 1] + scored[-1:]) if rows > 1 else scored[-1:]
     lines = [f"{'reward':>8}  {'prompt':<{_WIDTH}}  completion"]
-    for r in chosen:
+    for r in spread(rollouts, rows):
         prompt = _line(tokenizer.decode(r.prompt_ids, skip_special_tokens=True))[-_WIDTH:]
         reward = "-" if r.reward is None else f"{r.reward:.3f}"
         lines.append(f"{reward:>8}  {prompt:<{_WIDTH}}  {_line(r.text)[:_WIDTH]}{' ...' if r.truncated else ''}")
     return "\n".join(lines)
+
+
+def spread(rollouts: list[Rollout], count: int) -> list[Rollout]:
+    """Return ``count`` rollouts in even steps from the worst to the best, or all where there are fewer."""
+    count = min(count, len(rollouts))
+    scored = sorted(rollouts, key=lambda r: (r.reward is None, r.reward or 0.0))
+    step = max(1, (len(scored) - 1) // max(1, count - 1))
+    return (scored[::step][: count - 1] + scored[-1:]) if count > 1 else scored[-1:]
 
 
 def _line(text: str) -> str:

@@ -89,7 +89,7 @@ class Episodes:
 
     def __init__(
         self,
-        environment: EnvironmentFactory | str,
+        environment: str | EnvironmentFactory,
         max_turns: int = 8,
         max_turn_tokens: int | None = None,
         step_timeout: float = 30.0,

@@ -17,7 +17,7 @@ from typing import Any
 RewardFunction = Callable[..., Any]
 """``reward(completion, ground_truth, **columns) -> float | None``, batched if it takes ``completions``, maybe async."""
 
-RewardLike = RewardFunction | str
+RewardLike = str | RewardFunction
 RewardSpec = RewardLike | Sequence[RewardLike] | Mapping[str, RewardLike | tuple[RewardLike, float]]
 
 

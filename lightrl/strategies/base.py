@@ -61,6 +61,7 @@ class RolloutStrategy(WatchedStrategy):
         """Wall time of the stages of the last ``generate``, by metric name."""
         self._trainer: pl.Trainer | None = None
         self._pushed_version: int | None = None  # None: the engine has nothing of ours yet
+        self._due_since: int | None = None  # the step from which sync_every counts
 
     # -- what a rollout source needs ----------------------------------------------------------------------------------
 
@@ -96,8 +97,13 @@ class RolloutStrategy(WatchedStrategy):
         return engine_dtype(str(self.precision_plugin.precision))
 
     def _is_stale(self) -> bool:
+        """Whether to push now. Training alone moves the schedule: whether somebody validates must not change it."""
         assert self._trainer is not None
-        return self._pushed_version is None or self._trainer.global_step - self._pushed_version >= self.sync_every
+        now = self._trainer.global_step
+        due = self._pushed_version is None or self._due_since is None or now - self._due_since >= self.sync_every
+        if due and self._trainer.training:
+            self._due_since = now
+        return due and self._pushed_version != now
 
     def _weights_synced(self, seconds: float) -> None:
         assert self._trainer is not None
@@ -144,7 +150,7 @@ class RolloutStrategy(WatchedStrategy):
     @override
     def setup(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
-        self._pushed_version = None
+        self._pushed_version = self._due_since = None
         module: Any = self.lightning_module
         if not hasattr(module, "policy"):
             raise ValueError(

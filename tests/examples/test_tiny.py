@@ -12,8 +12,9 @@ import torch
 from torch.utils.tensorboard import SummaryWriter
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from examples.tiny.curve import draw_curve, read_scalars
+from examples.tiny.curve import draw_curve
 from examples.tiny.task import DIGITS, TinyTask, make_model, make_tokenizer, reward, split_triples, write_task
+from lightrl.report import read_scalars
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,196 @@
+"""The commands that run a Trainer: LightningCLI with one more verb and errors that a person can read."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from typing_extensions import override
+
+from lightrl.callbacks.rollout_logger import row, write_rows
+from lightrl.cli.keys import unknown_keys
+from lightrl.cli.measure import check_measurable, measured_step
+from lightrl.datamodule import RolloutDataModule
+from lightrl.distributed import all_objects
+from lightrl.module import RLModule
+from lightrl.planning import make_plan
+
+
+class SamplingTrainer(Trainer):
+    """A Trainer that can also write rollouts to a file."""
+
+    def sample(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule,
+        ckpt_path: str | Path | None = None,
+        out: str = "rollouts.jsonl",
+        weights_only: bool | None = None,
+    ) -> None:
+        """Sample and score the validation prompts, and write each completion to a file.
+
+        ``data.val_group_size`` and ``data.val_temperature`` say how many of each prompt and how warm.
+
+        Args:
+            model: whose policy samples.
+            datamodule: with ``val_prompts``.
+            ckpt_path: checkpoint to load first, a file or a folder; None: the model as it is given.
+            out: ``.jsonl`` or ``.parquet`` file to write.
+            weights_only: see ``Trainer.predict``.
+
+        Raises:
+            ValueError: ``out`` has another ending, or exists already.
+        """
+        path = new_file(out)
+        batches: Any = self.predict(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
+        tokenizer = datamodule.tokenizer  # type: ignore[attr-defined]
+        rows = [row(rollout, tokenizer) for batch in batches or [] for rollout in batch]
+        rows = [r for theirs in all_objects(rows) for r in theirs]
+        if self.is_global_zero:
+            write_rows(path, rows)
+            print(f"{len(rows)} completions: {path}")
+
+    def plan(
+        self,
+        model: LightningModule,
+        datamodule: LightningDataModule,
+        batches: int = 4,
+        max_staleness: int = 1,
+        planned_devices: int | None = None,
+        ckpt_path: str | Path | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Measure a few steps in turns and say whether an asynchronous run is faster, and with which split.
+
+        Args:
+            model: what would be trained; it is, for these steps, and nothing is saved.
+            datamodule: as it would be trained on.
+            batches: rollout batches to measure, the first of which warms up; as many again at half the size.
+            max_staleness: of the asynchronous run.
+            planned_devices: devices to plan for, if each is to do as much as one here does; None: those measured on.
+            ckpt_path: checkpoint to go on from: completions are as long as its policy makes them.
+            weights_only: see ``Trainer.fit``.
+        """
+        loading = {"ckpt_path": ckpt_path, "weights_only": weights_only}
+        step = measured_step(self, model, datamodule, batches, **loading)  # type: ignore[arg-type]
+        if self.is_global_zero:
+            print(make_plan(step, planned_devices or self.num_devices * self.num_nodes, max_staleness).table())
+
+
+def new_file(out: str) -> Path:
+    """Return ``out`` as a path to write to.
+
+    Raises:
+        ValueError: it has another ending than .jsonl or .parquet, or exists already.
+    """
+    path = Path(out)
+    if path.suffix not in (".jsonl", ".parquet"):
+        raise ValueError(f"out={out!r} must end in .jsonl or .parquet")
+    if path.exists():
+        raise ValueError(f"out={out!r} exists already: give another name, or remove it")
+    return path
+
+
+class KeepConfig(SaveConfigCallback):
+    """Saves the config into the folder of a training run; without a logger there is none."""
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit" and trainer.loggers:
+            super().setup(trainer, pl_module, stage)
+
+
+class CommandLine(LightningCLI):
+    """``fit``, ``validate``, ``predict`` and ``sample``, with ``model``, ``data`` and ``trainer`` from a config."""
+
+    def __init__(self, name: str, args: ArgsType) -> None:
+        self.name = name
+        super().__init__(
+            RLModule,
+            RolloutDataModule,
+            trainer_class=SamplingTrainer,
+            subclass_mode_model=True,
+            auto_configure_optimizers=False,
+            save_config_callback=KeepConfig,
+            save_config_kwargs={"overwrite": True},
+            args=args,
+        )
+
+    @staticmethod
+    @override
+    def subcommands() -> dict[str, set[str]]:
+        return {
+            "fit": {"model", "train_dataloaders", "val_dataloaders", "datamodule"},
+            "validate": {"model", "dataloaders", "datamodule"},
+            "predict": {"model", "dataloaders", "datamodule", "return_predictions"},
+            "sample": {"model", "datamodule"},
+            "plan": {"model", "datamodule"},
+        }
+
+    @override
+    def init_parser(self, **kwargs: Any) -> LightningArgumentParser:
+        return super().init_parser(**kwargs | {"exit_on_error": False, "prog": "lightrl"})
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        from jsonargparse import ArgumentError
+
+        try:
+            super().parse_arguments(parser, args)
+        except ArgumentError as error:
+            known = {
+                action.dest
+                for action in self._subcommand_parsers[self.name]._actions
+                if not action.dest.endswith(".help")
+            }
+            assert isinstance(args, list)
+            wrong = unknown_keys(args[1:], known, RLModule)
+            self._refuse("\n".join(wrong) if wrong else plain(str(error)))
+
+    @override
+    def instantiate_classes(self) -> None:
+        try:
+            super().instantiate_classes()
+        except ValueError as error:  # of an argument: what the constructors raise names it and the fix
+            self._refuse(plain(str(error)))
+
+    def before_sample(self) -> None:
+        """Refuse a file that cannot be written before anything is loaded."""
+        try:
+            new_file(self.config_init["sample"]["out"])
+        except ValueError as error:
+            self._refuse(str(error))
+
+    def before_plan(self) -> None:
+        """Refuse a run that cannot be measured."""
+        try:
+            check_measurable(self.trainer, self.datamodule, self.config_init["plan"]["batches"])  # type: ignore[arg-type]
+        except ValueError as error:
+            self._refuse(str(error))
+
+    def _refuse(self, message: str) -> NoReturn:
+        print(f"lightrl {self.name}: error: {message}", file=sys.stderr)
+        raise SystemExit(2)
+
+
+def plain(message: str) -> str:
+    """Return jsonargparse's account of a value that fits no type of a union, without the types and what it holds."""
+    key, found, rest = message.partition("Errors:\n")
+    if not found:
+        return message
+    reasons = [line.strip().removeprefix("- ") for line in rest.split("Given value")[0].splitlines()]
+    kept = [line for line in reasons if line and "NoneType" not in line]
+    place = [key.splitlines()[0]] if key.startswith("Parser key") else []
+    return "\n".join([*place, *kept])
+
+
+def run(name: str, arguments: list[str]) -> int:
+    """Run one of the Trainer's commands."""
+    # Lightning takes arguments that are handed on for a mistake in a script.
+    warnings.filterwarnings("ignore", message="LightningCLI's args parameter is intended to run from within Python")
+    CommandLine(name, [name, *arguments])
+    return 0
