@@ -93,7 +93,7 @@ class Saboteur(Callback):
         self._in_micro_batches(module)
         if strategy.overlaps:
             self._around(data._stream._ahead, "next_batch", "generate")
-            self._around(strategy, "_ship", "push")
+            self._around(strategy._publisher, "push", "push")
         else:
             self._in_generation(strategy)
             self._in_pushes(strategy)
