@@ -87,6 +87,8 @@ def test_a_worker_that_never_pushes_is_told(folder: Path, address: str) -> None:
     worker.sync_weights()
     assert len(next(worker.pull_rollouts())) == 2  # the worker is as it was
     worker.close()
+    assert len(next(worker.pull_rollouts())) == 2  # and comes back
+    worker.close()
 
 
 def test_a_worker_that_nobody_holds_leaves_nothing(folder: Path, address: str) -> None:
