@@ -50,7 +50,9 @@ def parameters(cls: Any) -> set[str]:
     """Return the names of what a class takes, those that it passes on to its bases included."""
     if isinstance(cls, _Unknown):
         return set()
-    functions = [base.__init__ for base in cls.__mro__ if "__init__" in vars(base)] if isinstance(cls, type) else [cls]
+    functions = (
+        [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)] if isinstance(cls, type) else [cls]
+    )
     names: set[str] = set()
     for function in functions:
         signature = inspect.signature(function).parameters.values()

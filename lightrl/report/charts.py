@@ -87,7 +87,8 @@ def _area(index: int, xs: Sequence[int], lower: Sequence[float], upper: Sequence
 
 def _stacked(lines: Mapping[str, Series]) -> dict[str, tuple[Sequence[int], list[float], list[float]]]:
     steps = sorted(set.intersection(*(set(xs) for xs, _ in lines.values())))
-    lower, found = [0.0] * len(steps), {}
+    lower = [0.0] * len(steps)
+    found: dict[str, tuple[Sequence[int], list[float], list[float]]] = {}
     for name, (xs, ys) in lines.items():
         at = dict(zip(xs, ys, strict=True))
         upper = [low + at[step] for low, step in zip(lower, steps, strict=True)]
