@@ -58,7 +58,7 @@ class CheckpointWriter:
         self._do(lambda: self._write(checkpoint, partial, path))
 
     def remove(self, path: Path) -> None:
-        """Remove a checkpoint, not before the ones that were saved since are whole."""
+        """Remove a checkpoint, not before the ones that were saved since are whole: never, where one cannot be written."""
         self._do(lambda: _remove(path))
 
     def wait(self) -> None:
@@ -89,9 +89,7 @@ class CheckpointWriter:
         if self._thread is None:
             work()
         else:
-            before, self._last = self._last, self._thread.submit(work)
-            if before is not None and before.done():
-                before.result()
+            self._last = self._thread.submit(_after, self._last, work)
 
     def _write(self, checkpoint: dict[str, Any], partial: Path, path: Path) -> None:
         with whole_or_nothing(path, "the checkpoint", partial):
@@ -99,6 +97,12 @@ class CheckpointWriter:
                 _write_shards(checkpoint, partial, self._group)
             else:
                 torch.save(checkpoint, partial)
+
+
+def _after(before: Future[None] | None, work: Callable[[], None]) -> None:
+    if before is not None:
+        before.result()  # where a checkpoint could not be written, those that it was to replace have to stay
+    work()
 
 
 def partial_path(path: Path) -> Path:

@@ -106,3 +106,16 @@ def test_an_error_in_the_background_is_raised_at_the_next_save(tmp_path: Path, m
         writer.save(state(), tmp_path / "b.ckpt")
     writer.close()
     assert not list(tmp_path.iterdir())
+
+
+def test_nothing_is_removed_for_a_checkpoint_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    disk, writer, old = SlowDisk(monkeypatch), CheckpointWriter(background=True), tmp_path / "old.ckpt"
+    old.touch()
+    disk.fails = True
+    writer.save(state(), tmp_path / "a.ckpt")
+    writer.remove(old)
+    disk.go.set()
+    with pytest.raises(OSError, match=r"a.ckpt could not be written.*no space left"):
+        writer.save(state(), tmp_path / "b.ckpt")
+    writer.close()
+    assert list(tmp_path.iterdir()) == [old]
