@@ -168,7 +168,7 @@ class _PromptServer(EngineServer):
         if isinstance(message, Ask):
             if not 0 <= message.page < len(self._pages):
                 raise RefusedError(f"to give page {message.page} of {len(self._pages)}")
-            self._socket.send_multipart([self._trainer, self._pages[message.page]])
+            self._send_frame(self._pages[message.page])
             return
         if isinstance(message, Push):
             self._check_shapes({meta.name: torch.Size(meta.shape) for meta in message.tensors})

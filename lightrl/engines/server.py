@@ -194,8 +194,13 @@ class EngineServer:
         self._send(messages.Loaded(version, seconds))
 
     def _send(self, message: messages.FromEngine, to: bytes | None = None) -> None:
+        self._send_frame(messages.encode(message), to)
+
+    def _send_frame(self, frame: bytes, to: bytes | None = None) -> None:
+        if to is None and self._trainer is None:
+            return  # it went while there was more to tell
         try:
-            self._socket.send_multipart([to or self._trainer, messages.encode(message)])
+            self._socket.send_multipart([to or self._trainer, frame])
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

@@ -122,3 +122,13 @@ def test_generation_goes_on_between_the_pieces_of_a_push(tmp_path: Path, monkeyp
         asyncio.run(shipped(address, Shipment(HeldWeights([("w", torch.zeros(20 * 1024))]), 1, recompute_kv=True)))
     assert len(steps) == 20
     assert all(later > before for before, later in zip(steps, steps[1:], strict=False))
+
+
+def test_a_server_outlives_a_trainer_that_went_before_its_completions_ended(tmp_path: Path) -> None:
+    server, engine = EngineServer(f"ipc://{tmp_path}/e.sock", TOKEN), Engine(8)
+    engine.requests = [Request(str(i), [1], 1) for i in range(3)]
+    server._engine, server._trainer = engine, b"gone"
+    server._turn()
+    assert server._trainer is None
+    server._send_frame(b"a page of prompts", b"gone")
+    server.close()
