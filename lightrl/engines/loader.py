@@ -46,9 +46,10 @@ class Loader:
         """
         places = self._where()
         if places != self._places:  # the first time, or the engine has moved its parameters
-            self._plan, self._places = CopyPlan.record(self._model, weights.outline()), places
+            self._plan = CopyPlan.record(self._model, weights.outline())
             self._copied = self._copies = None
             self._load_compared(weights)
+            self._places = places  # not before it was compared: what failed is compared again
         elif self._plan is None:
             self._load_compared(weights)
         elif (held := weights.held()) is not None:

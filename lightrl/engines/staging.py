@@ -81,7 +81,7 @@ class Staging:
 
     def weights(self) -> HeldWeights:
         """Return what came."""
-        return HeldWeights(views(self._buffer, self.push.tensors))
+        return HeldWeights(views(self._buffer, self.push.tensors), stay=False)
 
 
 class SharedReader:

@@ -34,13 +34,17 @@ class Outbox:
         self._device = device
         self._buffer: SharedBuffer | None = None
 
-    def pack(self, weights: Weights, version: int, recompute_kv: bool, pool: EnginePool) -> Shipment:
-        """Return weights ready to be pushed to ``pool``, next."""
+    def open(self, pool: EnginePool) -> None:
+        """Wait until ``pool`` stands and what lies here may be written to; :meth:`pack` comes next."""
+        if self.transport == "cuda_ipc":
+            pool.hold()
+
+    def pack(self, weights: Weights, version: int, recompute_kv: bool) -> Shipment:
+        """Return weights ready to be pushed, next."""
         if self.transport == "wire":
             return Shipment(weights, version, recompute_kv)
         if self._buffer is None:
             self._buffer = SharedBuffer(num_bytes(metas_of(weights)), self._device)
-        pool.hold()
         return Shipment(weights, version, recompute_kv, self._buffer)
 
 

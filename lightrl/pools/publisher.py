@@ -60,8 +60,10 @@ class Publisher:
         if self._shapes is not None:
             check_shapes(self._owner.policy, self._shapes)
         expected = self._canary.trainer_logprobs(self._owner) if verify else []
+        with phase("push"):
+            from_rank_zero(lambda: self._outbox.open(pool()))  # where that fails, the others must not gather alone
         if rank() == 0:
-            shipment = self._outbox.pack(self._weights, version, self._recompute_kv, pool())
+            shipment = self._outbox.pack(self._weights, version, self._recompute_kv)
         else:
             for _ in self._weights:  # gathering them takes all ranks
                 pass

@@ -68,7 +68,10 @@ class Weights(Protocol):
         """Return (checkpoint name, tensor of the right shape and dtype without storage), in order."""
 
     def held(self) -> list[tuple[str, Tensor]] | None:
-        """Return (checkpoint name, full tensor) pairs that lie in memory as they are, in any dtype; None: no such."""
+        """Return (checkpoint name, full tensor) pairs that lie in memory as they are, in any dtype; None: no such.
+
+        They may be kept: at the next push the same memory has newer values.
+        """
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (checkpoint name, full tensor) in the outline's order and dtype, perhaps made one by one."""
@@ -79,18 +82,19 @@ class HeldWeights:
 
     Args:
         pairs: (checkpoint name, full tensor).
+        stay: the next push lies in the same memory; otherwise nobody is to keep it.
     """
 
-    def __init__(self, pairs: list[tuple[str, Tensor]]) -> None:
-        self._pairs = pairs
+    def __init__(self, pairs: list[tuple[str, Tensor]], *, stay: bool = True) -> None:
+        self._pairs, self._stay = pairs, stay
 
     def outline(self) -> list[tuple[str, Tensor]]:
         """See :class:`Weights`."""
         return [(name, torch.empty_like(tensor, device="meta")) for name, tensor in self._pairs]
 
-    def held(self) -> list[tuple[str, Tensor]]:
+    def held(self) -> list[tuple[str, Tensor]] | None:
         """See :class:`Weights`."""
-        return self._pairs
+        return self._pairs if self._stay else None
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return iter(self._pairs)
@@ -142,7 +146,7 @@ def _in_place(parameters: list[tuple[str, nn.Parameter]]) -> list[tuple[str, Ten
     found = []
     for name, parameter in parameters:
         whole = None if is_quantized(parameter) or is_adapter(name) else whole_in_place(parameter)
-        if whole is None:
+        if whole is None or not whole.is_contiguous():  # an engine would copy it, and keep the copy
             return None
         found.append((checkpoint_name(name), whole))
     return found

@@ -1,5 +1,7 @@
 """Pushes by plan: a real vLLM in the layout that it has on GPUs."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +16,7 @@ from lightrl.engines import compat
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.loader import Loader
 from lightrl.engines.plan import Copies, CopyPlan
+from lightrl.engines.staging import Shipment, Staging
 from lightrl.engines.vllm import VLLMEngine
 from lightrl.weights.source import HeldWeights, PolicyWeights
 from tests.helpers.fits import BAR, cleaned_up
@@ -153,6 +156,36 @@ def test_a_quantised_engine_reloads() -> None:
     sent = HeldWeights([("a", torch.ones(2, 3)), ("b", torch.ones(2, 3))])
     Loader(layer, 0, lambda pairs: reloaded.extend(name for name, _ in pairs)).load(sent)
     assert reloaded == ["a", "b"]
+
+
+def never(_: Any) -> None:
+    raise AssertionError("reloaded")
+
+
+def test_a_push_that_came_by_wire_is_not_kept() -> None:
+    layer = Layer(LOADS["a copy"][0])
+    loader = Loader(layer, 0, never)
+    for value in (1.0, 2.0):
+        shipment = Shipment(HeldWeights([(name, torch.full((2, 3), value)) for name in "ab"]), 0, recompute_kv=True)
+        staging = Staging(shipment.push)
+        staging.add(0, bytes(shipment._buffer.numpy()))
+        buffer = weakref.ref(staging._buffer)
+        loader.load(staging.weights())
+        del staging
+        gc.collect()
+        assert buffer() is None
+        assert layer.weight.unique().tolist() == [value]
+
+
+def test_weights_that_do_not_lie_in_order_arrive_at_every_push() -> None:
+    policy, layer = nn.Module(), Layer(LOADS["a copy"][0])
+    policy.a, policy.b = nn.Parameter(torch.ones(3, 2).t()), nn.Parameter(torch.ones(2, 3))
+    loader, weights = Loader(layer, 0, never), PolicyWeights(policy, torch.float32)
+    for value in (1.0, 2.0, 3.0):
+        with torch.no_grad():
+            policy.a.fill_(value)
+        loader.load(weights)
+        assert layer.weight[:2].unique().tolist() == [value]
 
 
 def test_a_copy_that_did_not_arrive_is_named() -> None:
