@@ -26,7 +26,7 @@ def main() -> Result:
     policy = qwen3(torch.device("cuda", 0))
     args = {"gpu_memory_utilization": 0.4, "max_num_seqs": 512}
     spec = EngineSpec(engine_config(policy).to_dict(), "bfloat16", max_model_len=1024, engine_args=args)
-    pool = EnginePool(LocalLauncher(1, [[there]]), spec, max_restarts=0)
+    pool = EnginePool(LocalLauncher(1, [[str(there)]]), spec, max_restarts=0)
     try:
         pool.start()
         rows, ok = measure(pool, policy)

@@ -58,7 +58,7 @@ class CheckpointWriter:
         self._do(lambda: self._write(checkpoint, partial, path))
 
     def remove(self, path: Path) -> None:
-        """Remove a checkpoint, not before the ones that were saved since are whole: never, where one cannot be written."""
+        """Remove a checkpoint when the ones that were saved since are whole; where one cannot be written it stays."""
         self._do(lambda: _remove(path))
 
     def wait(self) -> None:

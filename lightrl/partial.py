@@ -50,6 +50,10 @@ class Parts:
                 left.append(turn)
             elif not part.ended:
                 ids = part.completion.token_ids
+                if len(ids) >= turn.max_tokens:  # the run goes on with a smaller budget
+                    del self.of(number)[turn.key]
+                    left.append(turn)
+                    continue
                 # Another seed: the same one would draw again what it drew for the tokens that are there.
                 seed = derive_seed(turn.seed, len(ids))
                 budget = turn.max_tokens - len(ids)

@@ -112,13 +112,14 @@ class RolloutServer:
         for prompt in prompts:
             row = PromptRow(prompt.token_ids, prompt.text, prompt.ground_truth, prompt.columns)
             try:
-                size += len(messages.encode(row))
+                own = len(messages.encode(row))
             except (TypeError, OverflowError) as error:
                 raise ValueError(f"prompt row {prompt.index} cannot be sent: {error}. Leave that column out") from error
-            if size > _PAGE_BYTES and pages[-1]:
+            if size + own > _PAGE_BYTES and pages[-1]:
                 pages.append([])
                 size = 0
             pages[-1].append(row)
+            size += own
         how = self.sampling
         stops = list(stop_token_ids(self.tokenizer, _generation_config(self.model), self._config))
         numbers = (how.num_completions, how.max_completion_tokens, how.temperature)

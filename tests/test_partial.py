@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 from lightrl.engines.messages import Output, Request, float_bytes
+from lightrl.engines.session import Request as Turn
 from lightrl.partial import Parts
 from lightrl.rng import derive_seed
 from tests.helpers.pools import FakePool, number_of, work
@@ -98,3 +99,11 @@ def test_a_completion_that_goes_on_draws_by_another_seed() -> None:
     assert third == turns[2]
     assert parts.oldest(5) == 2
     assert parts.oldest(6) is None
+
+
+def test_a_part_that_fills_a_smaller_budget_is_sampled_anew() -> None:
+    parts = Parts()
+    parts.add(output("3.0.0", [7, 8], [(0, 2)]), ended=False)
+    whole = Turn(0, [5], 2, 1)
+    assert parts.rest(3, [whole]) == [whole]
+    assert parts.of(3) == {}

@@ -51,7 +51,7 @@ class LocalLauncher:
 
     owns = True
 
-    def __init__(self, num_engines: int = 1, devices: list[list[int]] | None = None) -> None:
+    def __init__(self, num_engines: int = 1, devices: list[list[str]] | None = None) -> None:
         self.num_engines, self.devices = num_engines, devices
         self.token = secure.new_token()
         self.processes: dict[int, subprocess.Popen[bytes]] = {}
@@ -80,7 +80,7 @@ class LocalLauncher:
         env |= {secure.TOKEN_VARIABLE: self.token, "VLLM_HOST_IP": "127.0.0.1", "TMPDIR": str(self._folder)}
         # All but what is worth keeping for the next engine: torch's compiled kernels.
         env.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.devices[index] if self.devices is not None else []))
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices[index] if self.devices is not None else [])
         return env
 
     def _log(self, index: int, mode: str) -> IO[bytes]:

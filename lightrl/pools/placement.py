@@ -42,8 +42,8 @@ def make_launcher(
     return LocalLauncher(num_engines, devices)
 
 
-def _deal(num_engines: int, gpus_each: int, used: list[int], wanted: list[int] | None) -> list[list[int]]:
-    """Return, for each engine, the GPUs that it sees, as the machine numbers them."""
+def _deal(num_engines: int, gpus_each: int, used: list[int], wanted: list[int] | None) -> list[list[str]]:
+    """Return, for each engine, the GPUs that it sees, by the machine's numbers or their UUIDs."""
     devices = [i for i in range(torch.cuda.device_count()) if i not in used] if wanted is None else wanted
     if len(devices) < num_engines * gpus_each:
         raise ValueError(
@@ -52,5 +52,5 @@ def _deal(num_engines: int, gpus_each: int, used: list[int], wanted: list[int] |
             "rollout_devices=[...]"
         )
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [int(n) for n in visible.split(",")] if visible else list(range(torch.cuda.device_count()))
+    names = visible.split(",") if visible else [str(i) for i in range(torch.cuda.device_count())]
     return [[names[d] for d in devices[i * gpus_each : (i + 1) * gpus_each]] for i in range(num_engines)]

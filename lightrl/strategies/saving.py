@@ -86,6 +86,7 @@ class SavingStrategy(ModelParallelStrategy):
     @override
     def teardown(self) -> None:
         writer, self._writer = self._writer, None
+        self._random = None  # of a checkpoint that was only validated: the next fit is not a resumed one
         try:
             if writer is not None:
                 writer.close()
