@@ -32,7 +32,7 @@ def export(
 ) -> Path:
     """Write weights (safetensors, LoRA merged), configuration, generation configuration, tokenizer and chat template.
 
-    What is in ``folder`` already is replaced, once all is written.
+    A model that is in ``folder`` already is replaced, once all is written.
 
     Args:
         source: a module, of which all ranks call this together, or the path of a checkpoint.
@@ -45,12 +45,15 @@ def export(
         The folder.
 
     Raises:
-        ValueError: ``dtype`` is none of torch's floating-point types.
+        ValueError: ``dtype`` is none of torch's floating-point types, or ``folder`` holds something else than a model.
         OSError: it cannot be written.
     """
     kind = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not (isinstance(kind, torch.dtype) and kind.is_floating_point):
         raise ValueError(f"dtype={dtype!r} is no floating-point type of torch: take bfloat16, float16 or float32")
+    folder = Path(folder)
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} holds something else than a model, which would be removed: name another folder")
     if isinstance(source, (str, Path)):
         from lightrl.module import RLModule
 
@@ -59,7 +62,6 @@ def export(
         module = source
     policy: Any = module.policy
     kind = kind or next(p.dtype for p in policy.parameters() if p.is_floating_point())
-    folder = Path(folder)
     with whole_or_nothing(folder, "the export") as partial:
         if rank() == 0:
             partial.mkdir()

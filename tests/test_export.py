@@ -92,3 +92,10 @@ def test_large_models_are_cut_into_files_with_an_index(tmp_path: Path, monkeypat
 def test_a_dtype_that_is_none_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="dtype='int8' is no floating-point type"):
         export(RLModule(tiny_model()), tmp_path / "out", dtype="int8")
+
+
+def test_a_folder_of_other_things_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ValueError, match="holds something else than a model"):
+        export(tmp_path / "a.ckpt", tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["notes.txt"]
