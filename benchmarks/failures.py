@@ -1,10 +1,11 @@
-"""One of two ranks raises, hangs or is killed at each named place: how soon are all gone, and is it said why?"""
+"""One of two ranks raises, hangs, is frozen or killed at each named place: are all gone soon, and is it said why?"""
 
 import argparse
 import math
 import re
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from benchmarks import Result
 
 DEADLINE, MARGIN = 5.0, 10.0
 LAST_SCREEN = 40
-KINDS = ("raise", "hang", "kill")
+KINDS = ("raise", "hang", "freeze", "kill")
 
 
 def once(folder: Path, strategy: str, fault: Any) -> tuple[list[Any], float]:
@@ -21,8 +22,8 @@ def once(folder: Path, strategy: str, fault: Any) -> tuple[list[Any], float]:
     from tests.helpers.resumable import train
 
     folder.mkdir(parents=True)
-    args = (str(folder), fault, strategy, 2, None, DEADLINE)
-    codes, _ = run_ranks(train, args, 2, folder / "log", 90)
+    watched = partial(train, heartbeat_timeout=DEADLINE)
+    codes, _ = run_ranks(watched, (str(folder), fault, strategy, 2, None, DEADLINE), 2, folder / "log", 90)
     ended = time.time()
     struck = re.search(r"^fault: .* at ([0-9.]+)$", (folder / f"log.{fault.rank}").read_text(), re.MULTILINE)
     return codes, ended - float(struck[1]) if struck else math.nan
@@ -30,8 +31,8 @@ def once(folder: Path, strategy: str, fault: Any) -> tuple[list[Any], float]:
 
 def told(folder: Path, fault: Any) -> bool:
     """Whether the last screen of each process that lived to tell names the rank and what became of it."""
-    words = {"raise": "boom", "hang": f"rank {fault.rank} hangs", "kill": f"rank {fault.rank} ("}[fault.kind]
-    screens = [folder / f"log.{r}" for r in (0, 1) if fault.kind != "kill" or r != fault.rank]
+    words = {"raise": "boom", "hang": f"rank {fault.rank} hangs"}.get(fault.kind, f"rank {fault.rank} (")
+    screens = [folder / f"log.{r}" for r in (0, 1) if fault.kind in ("raise", "hang") or r != fault.rank]
     return all(words in "\n".join(s.read_text().splitlines()[-LAST_SCREEN:]) for s in screens)
 
 
@@ -47,7 +48,7 @@ def matrix(strategy: str, root: Path, kind: str, only: str = "", rank: int = 1) 
         codes, seconds = once(folder, strategy, fault)
         if math.isnan(seconds) and not any(codes):
             continue  # this engine has no such place
-        limit = MARGIN + (DEADLINE if kind == "hang" else 0)
+        limit = MARGIN + (DEADLINE if kind in ("hang", "freeze") else 0)
         wrong = [] if seconds <= limit else [f"took {seconds:.1f} s"]
         wrong += [] if all(codes) else [f"exit codes {codes}"]
         wrong += [] if told(folder, fault) else ["the last screen does not say why"]

@@ -87,14 +87,15 @@ class TrainWorker(Trainable):
         **kwargs: Any,
     ) -> None:
         launcher = FixedLauncher([queue_address] if isinstance(queue_address, str) else queue_address)
-        self._queue: RolloutQueue[RolloutGroup] = RolloutQueue(prompts_per_step, max_staleness)
+        RolloutQueue(prompts_per_step, max_staleness)
         if prompts_per_step % world_size():
             raise ValueError(f"prompts_per_step={prompts_per_step} does not divide into {world_size()} ranks")
         self._rewards = RewardSum(reward_fn) if reward_fn is not None else None
         super().__init__(model, lr, **kwargs)
         if self.tokenizer_name is None:
             raise ValueError("the model has no tokenizer, which rollouts need to become text: give tokenizer=...")
-        self.max_staleness, self.rollout_timeout = max_staleness, rollout_timeout
+        self.prompts_per_step, self.max_staleness = prompts_per_step, max_staleness
+        self.rollout_timeout = rollout_timeout
         self.steps = 0
         """Optimizer steps done."""
         self.pulled = 0
@@ -134,12 +135,12 @@ class TrainWorker(Trainable):
         self._steps_at.setdefault(self.pulled, self.steps)
 
     def close(self) -> None:
-        """Leave the server, which waits for the next worker; model and optimizer stay. May be called twice.
+        """Leave the server, which waits for the next worker; model and optimizer stay, and the next pull comes back.
 
         Without it this happens when nobody holds the worker any more.
         """
         self._end()
-        self._line = None
+        self._line = self._pushed = None
 
     def _pull(self) -> list[RolloutBatch]:
         if self._pushed is None:
@@ -171,10 +172,11 @@ class TrainWorker(Trainable):
         if line.producer is None:
             pages = line.pool.call(line.pool.task(), timeout=self.rollout_timeout, what="the server's prompts")
             work = _work(pages, self._score())
-            line.sampling, line.producer = (
-                work.sampling,
-                RolloutProducer(line.pool, self._queue, work, self.rollout_timeout),
+            queue: RolloutQueue[RolloutGroup] = RolloutQueue(
+                self.prompts_per_step, self.max_staleness, first_step=self.pulled
             )
+            line.producer = RolloutProducer(line.pool, queue, work, self.rollout_timeout)
+            line.sampling = work.sampling
             line.producer.start()
         assert line.sampling is not None
         return line.producer.next_batch().groups, line.sampling

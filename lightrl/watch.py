@@ -25,8 +25,6 @@ from lightrl.distributed import all_objects, rank, world_size
 from lightrl.phases import Phases
 from lightrl.processes import host_id, is_alive
 
-SILENCE = 60.0
-"""Seconds without a heartbeat after which a rank counts as gone."""
 _POLL, _STORE_SECONDS, _END_SECONDS, _UNWIND_SECONDS = 0.5, 10.0, 5.0, 8.0
 _SETTLE_SECONDS = 3.0
 _COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
@@ -53,11 +51,12 @@ class Watch:
     Args:
         phases: of this rank's main thread.
         address: host that rank 0 runs on.
+        silence: seconds without a heartbeat after which a rank counts as gone.
         last_words: called before the process is ended, with a few seconds' time.
     """
 
-    def __init__(self, phases: Phases, address: str, last_words: Callable[[], None]) -> None:
-        self.phases, self.last_words = phases, last_words
+    def __init__(self, phases: Phases, address: str, silence: float, last_words: Callable[[], None]) -> None:
+        self.phases, self.silence, self.last_words = phases, silence, last_words
         self.step = 0
         self.rank, self.ranks = rank(), world_size()
         self._store = _make_store(address) if self.ranks > 1 else None
@@ -98,12 +97,7 @@ class Watch:
 
     def stop(self) -> None:
         """End the watch: what follows is not a part of the run any more."""
-        if self._store is not None:
-            with suppress(RuntimeError):
-                self._store.set(f"done/{self.rank}", "")
-                deadline = time.monotonic() + _END_SECONDS
-                while self.rank == 0 and not self._all_gone() and time.monotonic() < deadline:
-                    time.sleep(_POLL / 5)  # the store ends with this process
+        self._leave(_END_SECONDS)
         self._stopping.set()
         self._thread.join(_STORE_SECONDS)
 
@@ -171,12 +165,13 @@ class Watch:
         what = f"in phase {beat['phase']!r} of step {beat['step']}" if beat else "before its first heartbeat"
         if here and beat is not None and not is_alive(beat["pid"]):
             return f"(process {beat['pid']}) ended without a word, {what}: killed, perhaps for its memory"
-        if time.monotonic() - self._seen[peer][1] < SILENCE:
+        if time.monotonic() - self._seen[peer][1] < self.silence:
             return None
         if here and beat is not None:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(beat["pid"], signal.SIGKILL)
-        return f"has given no sign of life for {SILENCE:.0f} s, {what}"
+        process = f"(process {beat['pid']}) " if beat else ""
+        return f"{process}has given no sign of life for {self.silence:.0f} s, {what}"
 
     def _waited_for(self, late: str) -> Failure:
         """Name the rank that has come least far: the others only wait for it."""
@@ -199,6 +194,15 @@ class Watch:
         assert self._store is not None
         return Failure(**json.loads(self._store.get("failure"))) if self._store.check(["failure"]) else None
 
+    def _leave(self, seconds: float) -> None:
+        """Say that this rank is done; rank 0 waits for the others, whose store ends with its process."""
+        with suppress(RuntimeError):
+            if self._store is not None:
+                self._store.set(f"done/{self.rank}", "")
+                deadline = time.monotonic() + seconds
+                while self.rank == 0 and not self._all_gone() and time.monotonic() < deadline:
+                    time.sleep(_POLL / 5)
+
     def _all_gone(self) -> bool:
         assert self._store is not None
         return all(self._store.check([f"done/{r}"]) or self._missing(r) for r in range(1, self.ranks))
@@ -218,12 +222,7 @@ class Watch:
         words = threading.Thread(target=self.last_words, daemon=True)
         words.start()
         words.join(_END_SECONDS / 2)
-        if self._store is not None:
-            with suppress(RuntimeError):
-                self._store.set(f"done/{self.rank}", "")
-                deadline = time.monotonic() + _END_SECONDS / 2
-                while self.rank == 0 and not self._all_gone() and time.monotonic() < deadline:
-                    time.sleep(_POLL / 5)
+        self._leave(_END_SECONDS / 2)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)

@@ -17,7 +17,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 
-SIGNALS = {"kill": signal.SIGKILL, "terminate": signal.SIGTERM, "interrupt": signal.SIGINT, "requeue": signal.SIGUSR1}
+SIGNALS = {
+    "kill": signal.SIGKILL,
+    "freeze": signal.SIGSTOP,
+    "terminate": signal.SIGTERM,
+    "interrupt": signal.SIGINT,
+    "requeue": signal.SIGUSR1,
+}
 KINDS = ("raise", "hang", *SIGNALS)
 PLACES = {
     "generate": ("before", "during", "after"),
@@ -87,7 +93,7 @@ class Saboteur(Callback):
         self._in_micro_batches(module)
         if strategy.overlaps:
             self._around(data._stream._ahead, "next_batch", "generate")
-            self._around(strategy, "_ship", "push")
+            self._around(strategy._publisher, "push", "push")
         else:
             self._in_generation(strategy)
             self._in_pushes(strategy)

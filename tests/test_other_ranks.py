@@ -78,7 +78,8 @@ def test_a_folder_of_shards_needs_no_process_group(tmp_path: Path) -> None:
     module = RLModule(tiny_model(seed=3))
     module.configure_model()
     save({"state_dict": module.state_dict()}, checkpoint_id=tmp_path / "a.ckpt", no_dist=True)
-    torch.save({"hyper_parameters": dict(module.hparams)}, tmp_path / "a.ckpt" / METADATA)
+    rest = {"hyper_parameters": dict(module.hparams), "pytorch-lightning_version": "2.6.0"}
+    torch.save(rest, tmp_path / "a.ckpt" / METADATA)
     loaded = RLModule.load_from_checkpoint(tmp_path / "a.ckpt", model=tiny_model())
     for name, weight in tiny_model(seed=3).named_parameters():
         assert torch.equal(loaded.policy.get_parameter(name), weight)

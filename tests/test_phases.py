@@ -49,7 +49,7 @@ def test_other_threads_are_in_no_phase() -> None:
 
 @pytest.mark.parametrize(
     ("timeout", "message"),
-    [({"sampling": 3.0}, "'sampling', which is no phase: they are setup, generate"), (0.0, "must be above 0")],
+    [({"sampling": 3.0}, "'sampling', which is no phase: they are setup, swap, generate"), (0.0, "must be above 0")],
 )
 def test_bad_limits_are_refused(timeout: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -40,6 +40,7 @@ def main(steps: int = 20, out: str = "runs/own_the_loop", accelerator: str = "au
         rewards.append(sum(r.reward for r in rollouts) / len(rollouts))
         fabric.log_dict({"reward/mean": rewards[-1], "advantage/max": advantages.max()}, step=step)
         fabric.print(f"step {step}: reward {rewards[-1]:.3f}")
+    fabric.logger.finalize("success")
     return rewards
 
 

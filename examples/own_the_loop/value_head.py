@@ -16,9 +16,9 @@ from lightrl import WeightManager, get_logprobs, parse_vllm_outputs
 
 def main(steps: int = 20, out: str = "runs/own_the_loop") -> list[float]:
     task, shuffle = write_task(out), random.Random(0)
-    manager = WeightManager(task.model_dir, lr=1e-3)
+    manager = WeightManager(task.model_dir, lr=2e-4)
     head = nn.Linear(manager.model.config.hidden_size, 1)
-    manager.optimizer.add_param_group({"params": head.parameters(), "lr": 1e-3})
+    manager.optimizer.add_param_group({"params": head.parameters(), "lr": 2e-4})
     data, errors = chat_prompts(task), []
     for step in range(steps):
         prompts, truths = zip(*shuffle.sample(data, 16), strict=True)

@@ -50,7 +50,7 @@ def measured_step(trainer: Trainer, module: Any, data: RolloutDataModule, batche
     whole = data.prompts_per_step
     trainer.loggers = []
     trainer.limit_val_batches = trainer.num_sanity_val_steps = 0
-    found = []
+    found: list[Any] = []
     try:
         for prompts in (whole, whole // 2):
             data.prompts_per_step = prompts

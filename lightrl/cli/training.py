@@ -168,7 +168,7 @@ class CommandLine(LightningCLI):
     def before_plan(self) -> None:
         """Refuse a run that cannot be measured."""
         try:
-            check_measurable(self.trainer, self.datamodule, self.config_init["plan"]["batches"])  # type: ignore[arg-type]
+            check_measurable(self.trainer, self.datamodule, self.config_init["plan"]["batches"])
         except ValueError as error:
             self._refuse(str(error))
 

@@ -32,6 +32,8 @@ class WatchedStrategy(SavingStrategy):
     Args:
         timeout: seconds that a phase may take (infinity: no limit), or by phase, such as ``{"generate": 600, "reward":
             120}``; see :data:`lightrl.phases.PHASES`.
+        heartbeat_timeout: seconds without a sign of life after which a rank counts as gone (that a process was killed
+            is noticed at once on its own host).
         grace_period: seconds after SIGTERM in which the step must end and be saved; then the run ends without.
         kwargs: see :class:`SavingStrategy`.
 
@@ -42,13 +44,15 @@ class WatchedStrategy(SavingStrategy):
     def __init__(
         self,
         timeout: float | timedelta | Mapping[str, float] = SECONDS,
+        heartbeat_timeout: float = 60.0,
         grace_period: float = 60.0,
         **kwargs: Any,
     ) -> None:
         self.phases = Phases(timeout)
-        if not grace_period > 0:
-            raise ValueError(f"grace_period={grace_period} must be above 0: it is seconds")
-        self.grace_period = grace_period
+        for name, seconds in {"heartbeat_timeout": heartbeat_timeout, "grace_period": grace_period}.items():
+            if not seconds > 0:
+                raise ValueError(f"{name}={seconds} must be above 0: it is seconds")
+        self.heartbeat_timeout, self.grace_period = heartbeat_timeout, grace_period
         # Collectives give up last: they cannot say what went wrong.
         last = min(max(self.phases.limits.values()) + 60, _LONGEST)
         super().__init__(timeout=timedelta(seconds=last), **kwargs)
@@ -86,7 +90,8 @@ class WatchedStrategy(SavingStrategy):
         super().setup_environment()
         assert self.cluster_environment is not None
         self._end_watch()
-        self._watch = Watch(self.phases, self.cluster_environment.main_address, self._last_words)
+        address = self.cluster_environment.main_address
+        self._watch = Watch(self.phases, address, self.heartbeat_timeout, self._last_words)
         self._watch.start()
 
     def _last_words(self) -> None:

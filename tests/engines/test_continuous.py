@@ -59,13 +59,20 @@ def test_a_push_in_the_middle_of_a_request(recompute_kv: bool) -> None:
                 assert engine.step() == []
             engine.load(PolicyWeights(new, torch.float32), 4, recompute_kv)
             engine.submit(Request("late", [4, 5, 6], 5))
-            outputs = []
+            outputs = [o for _ in range(2) for o in engine.step()]
+            so_far = {o.id: completion(o) for o in engine.running()}
             while engine.busy:
                 outputs += engine.step()
         finally:
             engine.close()
     found = {o.id: completion(o) for o in outputs}
     versions = found["long"].policy_versions
+    part = so_far["long"]
+    n = len(part.token_ids)
+    assert n > 12
+    assert part.token_ids == found["long"].token_ids[:n]
+    assert torch.equal(part.logprobs, found["long"].logprobs[:n])
+    assert torch.equal(part.policy_versions, versions[:n])
     assert found["late"].policy_versions.unique().tolist() == [4]
     assert versions.unique().tolist() == [3, 4]
     before = versions == 3

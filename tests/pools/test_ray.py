@@ -182,7 +182,31 @@ def test_the_run_leaves_nothing_but_the_ray_that_it_found(story: Story) -> None:
 # -- the launcher on its own -------------------------------------------------------------------------------------------
 
 
-def test_an_engine_that_hangs_is_replaced_and_what_was_connected_is_closed(cluster: Any) -> None:
+def light_actor() -> Any:
+    """An actor that has an address and serves nothing: it starts in a second. It travels by value, not by name."""
+
+    class EngineActor:
+        def __init__(self, token: str) -> None:
+            import socket
+
+            import ray
+
+            self.socket = socket.create_server((ray.util.get_node_ip_address(), 0))
+
+        def address(self) -> str:
+            host, port = self.socket.getsockname()
+            return f"tcp://{host}:{port}"
+
+        def serve(self) -> None:
+            self.socket.accept()
+
+    return EngineActor
+
+
+def test_an_engine_that_hangs_is_replaced_and_what_was_connected_is_closed(
+    cluster: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightrl.pools.ray.EngineActor", light_actor())
     handler = signal.getsignal(signal.SIGTERM)
     launcher = RayLauncher(1)
     try:
