@@ -32,7 +32,7 @@ class Costs:
 
 COSTS = {
     "generation is work, and nearly all there is": Costs(fixed=0.005, per_sequence=0.02, train=0.1),
-    "generation waits for its longest completion": Costs(fixed=0.05, per_sequence=0.01, train=1.0),
+    "generation waits for its longest completion": Costs(fixed=0.1, per_sequence=0.01, train=1.5),
 }
 
 
@@ -92,7 +92,8 @@ def in_turns(costs: Costs, prompts: int = PROMPTS) -> Measured:
             lengths = [len(c.token_ids) for group in groups for c in group]
             seconds = costs.fixed * max(lengths) + costs.per_sequence * sum(lengths) / 2
             time.sleep(seconds)
-            self.seconds["time/generate"] += seconds
+            # What the tiny model takes besides is this machine's: two devices would not share it as they do their work.
+            self.seconds["time/generate"] = seconds
             return groups
 
     return fit(Slow(), costs.train, prompts)
