@@ -256,8 +256,11 @@ class RolloutStream:
 
 
 def for_validation(trainer: Any, sampling: Sampling) -> Sampling:
-    """Return how validation prompts are sampled: a callback may have a say in it (``RolloutEvaluation`` does)."""
-    for callback in trainer.callbacks:
+    """Return how validation prompts are sampled: a callback may have a say in it (``RolloutEvaluation`` does).
+
+    It has none where they are predicted on, or written to a file: then the datamodule's settings hold.
+    """
+    for callback in () if trainer.predicting else trainer.callbacks:
         if hasattr(callback, "validation_sampling"):
             sampling = callback.validation_sampling(sampling)
     return sampling

@@ -134,7 +134,7 @@ def test_plan_bars():
 
     faster = make_plan(StepSeconds(generate=1.0, train=0.5, fixed_share=0.5), devices=2, max_staleness=2)
     assert min(faster.splits) == pytest.approx(7 / 6)  # 0.5 x 2 of work and 0.5 / 3
-    good = {"plan": faster, "turns": 1.5, "asynchronous": 1.3}
+    good = {"name": "a tail", "plan": faster, "turns": 1.5, "asynchronous": 1.3}
     assert plan.judge([good]).ok
     assert not plan.judge([good | {"asynchronous": 1.0}]).ok, "faster than the bound"
     assert not plan.judge([good | {"asynchronous": 1.9}]).ok, "far from it, and the verdict was wrong"

@@ -50,11 +50,9 @@ def parameters(cls: Any) -> set[str]:
     """Return the names of what a class takes, those that it passes on to its bases included."""
     if isinstance(cls, _Unknown):
         return set()
-    functions = (
-        [vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)] if isinstance(cls, type) else [cls]
-    )
+    functions = [vars(base).get("__init__") for base in cls.__mro__] if isinstance(cls, type) else [cls]
     names: set[str] = set()
-    for function in functions:
+    for function in filter(None, functions):
         signature = inspect.signature(function).parameters.values()
         names |= {p.name for p in signature if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
         if not any(p.kind is p.VAR_KEYWORD for p in signature):

@@ -20,11 +20,11 @@ def line_chart(title: str, series: Mapping[str, Series], stacked: bool = False) 
     Args:
         title: above it.
         series: steps and values, by name.
-        stacked: draw areas on top of each other; all series then need the same steps.
+        stacked: draw areas on top of each other, at the steps that all series have.
     """
     thin = {name: _thinned(*values) for name, values in series.items()}
     lines = {name: values for name, values in thin.items() if values[0]}
-    if not lines:
+    if not lines or (stacked and max(len(xs) for xs, _ in lines.values()) < 2):  # an area needs two steps
         return ""
     areas = _stacked(lines) if stacked else None
     tops = {name: (xs, upper) for name, (xs, _, upper) in areas.items()} if areas else lines
@@ -118,4 +118,4 @@ def nice_ticks(low: float, high: float, count: int = 4) -> list[float]:
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 5, 10) if m * power >= raw * 0.999)
     first, last = math.floor(low / step + 1e-6), math.ceil(high / step - 1e-6)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]

@@ -172,6 +172,12 @@ def test_bad_arguments(arguments: dict[str, Any], message: str) -> None:
         RolloutEvaluation(**arguments)
 
 
+def test_predict_keeps_to_the_datamodules_settings() -> None:
+    data = tiny_data(val_prompts=tiny_prompts(3), val_group_size=2)
+    found = quiet_trainer(callbacks=[RolloutEvaluation(4)]).predict(tiny_module(), data)
+    assert sum(map(len, found)) == 3 * 2
+
+
 def test_two_evaluations_are_refused() -> None:
     trainer = quiet_trainer(callbacks=[RolloutEvaluation(1), RolloutEvaluation(2)])
     with pytest.raises(ValueError, match="2 RolloutEvaluation callbacks"):

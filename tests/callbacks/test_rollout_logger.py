@@ -112,13 +112,14 @@ def test_a_logger_with_tables_gets_tables() -> None:
 
 
 def test_a_table_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("wandb")
+    wandb = pytest.importorskip("wandb")
     from lightning.pytorch.loggers import WandbLogger
 
     monkeypatch.setenv("WANDB_SILENT", "true")
     logger = WandbLogger(save_dir=tmp_path, offline=True)
     fit(logger, every_n_steps=2, rows=3, file=None)
     logger.experiment.finish()
+    wandb.teardown()  # its helper process, too
     tables = [json.loads(p.read_text()) for p in tmp_path.rglob("*.table.json")]
     assert sorted(len(t["data"]) for t in tables) == [3, 3, 3]
     assert tables[0]["columns"] == COLUMNS

@@ -161,7 +161,13 @@ def test_charts_leave_out_what_is_not_finite_and_thin_what_is_long() -> None:
 
 @pytest.mark.parametrize(
     ("low", "high", "ticks"),
-    [(0, 1.0000001, [0, 0.5, 1]), (0.03, 0.97, [0, 0.5, 1]), (-3, 12, [-5, 0, 5, 10, 15]), (7, 7, [6, 6.5, 7, 7.5, 8])],
+    [
+        (0, 1.0000001, [0, 0.5, 1]),
+        (0.03, 0.97, [0, 0.5, 1]),
+        (-3, 12, [-5, 0, 5, 10, 15]),
+        (0, 3e-14, [0, 1e-14, 2e-14, 3e-14]),
+        (7, 7, [6, 6.5, 7, 7.5, 8]),
+    ],
 )
 def test_ticks_are_round_numbers_around_the_values(low: float, high: float, ticks: list[float]) -> None:
     assert nice_ticks(low, high) == ticks
