@@ -77,8 +77,15 @@ class Signals:
             self._lightnings(signal.SIGUSR1, None)
         if terminate:
             path = save_now(self.trainer)
+            _log_step(self.trainer)
             rank_zero_info(f"SIGTERM: the run ends after step {self.trainer.global_step}, which is saved in {path}")
             raise SIGTERMException(_EXIT)
+
+
+def _log_step(trainer: pl.Trainer) -> None:
+    """Hand the step's metrics to the loggers, which Lightning does after the hook in which a step is said to end."""
+    trainer._logger_connector.on_batch_end()
+    trainer._logger_connector.update_train_step_metrics()
 
 
 def save_now(trainer: pl.Trainer) -> str:
