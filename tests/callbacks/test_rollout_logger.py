@@ -126,13 +126,12 @@ def test_a_table_of_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_table_of_mlflow(tmp_path: Path) -> None:
-    mlflow = pytest.importorskip("mlflow")
+    pytest.importorskip("mlflow")
     from lightning.pytorch.loggers import MLFlowLogger
 
     logger = MLFlowLogger(tracking_uri=f"sqlite:///{tmp_path}/runs.db", artifact_location=str(tmp_path / "artifacts"))
     fit(logger, every_n_steps=2, rows=3, file=None)
-    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
-    table = mlflow.load_table("rollouts/train.json", run_ids=[logger.run_id])
+    table = logger.experiment.load_table(logger.experiment_id, "rollouts/train.json", run_ids=[logger.run_id])
     assert list(table.columns) == COLUMNS
     assert list(table["step"]) == [1, 1, 1, 3, 3, 3]
 

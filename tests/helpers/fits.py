@@ -1,5 +1,6 @@
 """Short runs of the whole straight line on a tiny model, and a witness of what its engine did."""
 
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,6 +27,7 @@ def quiet_trainer(strategy: Any = "colocated_vllm", **args: Any) -> Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
+        "default_root_dir": tempfile.gettempdir(),  # not the repository
     }
     return Trainer(strategy=strategy, accelerator="cpu", **{"devices": 1, **quiet, **args})
 

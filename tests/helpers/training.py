@@ -1,5 +1,6 @@
 """A module, a datamodule and a Trainer small enough to fit in a fraction of a second, without vLLM."""
 
+import tempfile
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ def quiet_trainer(**args: Any) -> Trainer:
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "num_sanity_val_steps": 0,
+        "default_root_dir": tempfile.gettempdir(),  # not the repository
         "log_every_n_steps": 1,
     }
     return Trainer(**{"strategy": "colocated_hf", "accelerator": "cpu", "devices": 1} | quiet | args)
