@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.distributed import all_objects, world_size
 from lightrl.environments.base import EnvironmentFactory, Episodes, make_episodes
@@ -246,7 +247,7 @@ class RolloutDataModule(LightningDataModule):
 
     def _tokenize(self, prompts: Any, limit: int | None) -> list[Prompt]:
         assert self.tokenizer is not None
-        return tokenize_prompts(
+        found = tokenize_prompts(
             load_rows(prompts),
             self.tokenizer,
             max_prompt_tokens=limit,
@@ -254,6 +255,12 @@ class RolloutDataModule(LightningDataModule):
             system_prompt=self.system_prompt,
             template_kwargs=self.chat_arguments,
         )
+        if self.rewards is not None and (names := self.rewards.in_vain(found)):
+            rank_zero_warn(
+                f"no prompt has a ground truth: {', '.join(map(repr, names))} gets None. Its column is ground_truth, "
+                f"answer or reward_model; there are {sorted(found[0].columns)}"
+            )
+        return found
 
     # -- loaders ------------------------------------------------------------------------------------------------------
 
