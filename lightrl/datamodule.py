@@ -188,10 +188,12 @@ class RolloutDataModule(LightningDataModule):
     def _check_fit(self, module: Any, stage: str) -> None:
         if not isinstance(self._the_trainer.strategy, RolloutStrategy):
             name = type(self._the_trainer.strategy).__name__
-            raise ValueError(f"{name} cannot generate: use Trainer(strategy='colocated_vllm') or 'colocated_hf'")
+            raise ValueError(
+                f"{name} cannot generate: use Trainer(strategy='colocated_vllm'), 'async_vllm' or 'colocated_hf'"
+            )
         if stage != "fit":
             if self.val_prompts is None:
-                raise ValueError(f"val_prompts is None: {stage} needs prompts")
+                raise ValueError(f"val_prompts is None: {getattr(stage, 'value', stage)} needs prompts")
             return
         if (accumulate := self._the_trainer.accumulate_grad_batches) != 1:
             raise ValueError(

@@ -136,7 +136,7 @@ def test_no_training_prompts(folder: Path) -> None:
     data = RolloutDataModule(None, len, val_prompts=["w5"])
     with pytest.raises(ValueError, match="train_prompts is None"):
         quiet_trainer(max_steps=1).fit(RLModule(folder), data)
-    with pytest.raises(ValueError, match="val_prompts is None"):
+    with pytest.raises(ValueError, match="val_prompts is None: validate needs"):
         quiet_trainer().validate(RLModule(folder), tiny_data())
 
 
