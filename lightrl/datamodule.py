@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 
 from lightrl.distributed import all_objects, world_size
 from lightrl.environments.base import EnvironmentFactory, Episodes, make_episodes
@@ -187,10 +188,12 @@ class RolloutDataModule(LightningDataModule):
     def _check_fit(self, module: Any, stage: str) -> None:
         if not isinstance(self._the_trainer.strategy, RolloutStrategy):
             name = type(self._the_trainer.strategy).__name__
-            raise ValueError(f"{name} cannot generate: use Trainer(strategy='colocated_vllm') or 'colocated_hf'")
+            raise ValueError(
+                f"{name} cannot generate: use Trainer(strategy='colocated_vllm'), 'async_vllm' or 'colocated_hf'"
+            )
         if stage != "fit":
             if self.val_prompts is None:
-                raise ValueError(f"val_prompts is None: {stage} needs prompts")
+                raise ValueError(f"val_prompts is None: {getattr(stage, 'value', stage)} needs prompts")
             return
         if (accumulate := self._the_trainer.accumulate_grad_batches) != 1:
             raise ValueError(
@@ -246,7 +249,7 @@ class RolloutDataModule(LightningDataModule):
 
     def _tokenize(self, prompts: Any, limit: int | None) -> list[Prompt]:
         assert self.tokenizer is not None
-        return tokenize_prompts(
+        found = tokenize_prompts(
             load_rows(prompts),
             self.tokenizer,
             max_prompt_tokens=limit,
@@ -254,6 +257,12 @@ class RolloutDataModule(LightningDataModule):
             system_prompt=self.system_prompt,
             template_kwargs=self.chat_arguments,
         )
+        if self.rewards is not None and (names := self.rewards.in_vain(found)):
+            rank_zero_warn(
+                f"no prompt has a ground truth: {', '.join(map(repr, names))} gets None. Its column is ground_truth, "
+                f"answer or reward_model; there are {sorted(found[0].columns)}"
+            )
+        return found
 
     # -- loaders ------------------------------------------------------------------------------------------------------
 

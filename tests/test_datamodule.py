@@ -136,7 +136,7 @@ def test_no_training_prompts(folder: Path) -> None:
     data = RolloutDataModule(None, len, val_prompts=["w5"])
     with pytest.raises(ValueError, match="train_prompts is None"):
         quiet_trainer(max_steps=1).fit(RLModule(folder), data)
-    with pytest.raises(ValueError, match="val_prompts is None"):
+    with pytest.raises(ValueError, match="val_prompts is None: validate needs"):
         quiet_trainer().validate(RLModule(folder), tiny_data())
 
 
@@ -207,6 +207,42 @@ def test_b21_a_reward_of_the_wrong_kind_ends_the_run(reward: Any, received: str)
         quiet_trainer(max_steps=1).fit(module, tiny_data(reward=reward))
     assert f"'{reward.__name__}'" in str(error.value)
     assert equal(weights(module.policy), weights(tiny_model())), "nothing was trained on it"
+
+
+def plain(completion: str, ground_truth: Any) -> float:
+    return 0.0
+
+
+def judged_alone(completion: str) -> float:
+    return 0.0
+
+
+def of_a_column(completion: str, level: int) -> float:
+    return 0.0
+
+
+def many(completions: list[str], ground_truth: list[Any]) -> list[float]:
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("reward", "column", "warned"),
+    [
+        (plain, "solution", True),
+        (many, "solution", True),
+        (plain, "answer", False),
+        (judged_alone, "solution", False),
+        (of_a_column, "solution", False),
+    ],
+)
+def test_prompts_without_the_ground_truth_that_a_reward_takes(reward: Any, column: str, warned: bool) -> None:
+    data = tiny_data([{"prompt": "w5", column: "1", "level": 3}] * 2, reward)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        quiet_trainer(max_steps=1).fit(tiny_module(), data)
+    said = [str(w.message) for w in caught if "ground truth" in str(w.message)]
+    assert len(said) == warned
+    assert all(f"'{reward.__name__}' gets None" in text and "'solution'" in text for text in said)
 
 
 def test_a_reward_that_fails_everywhere_costs_a_step_only_if_asked_for() -> None:

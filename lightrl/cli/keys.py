@@ -7,6 +7,7 @@ import importlib
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def parameters(cls: Any) -> set[str]:
 
 def _values(arguments: list[str], *options: str) -> Iterator[str]:
     """Yield what follows any of these options."""
-    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for argument, following in zip_longest(arguments, arguments[1:], fillvalue=""):
         name, equals, value = argument.partition("=")
         if name in options:
             yield value if equals else following

@@ -16,7 +16,7 @@ Reinforcement-learning post-training of language models, on PyTorch Lightning an
   lightrl predict -c config.yaml         sample and score them, and keep nothing
   lightrl sample -c config.yaml          sample and score them, and write them to --out rollouts.jsonl
   lightrl report RUN                     make one HTML page of a run's folder
-  lightrl plan --generate 8 --train 10   take turns or go asynchronous, and with which split of devices
+  lightrl plan -c config.yaml            take turns or go asynchronous, and with which split of devices
 
 --ckpt_path CKPT gives validate, predict and sample a trained policy and lets fit go on: a file or,
 from several ranks, a folder. Each setting of a config file is an option too: --trainer.max_steps 100,

@@ -156,7 +156,7 @@ class CommandLine(LightningCLI):
         try:
             super().instantiate_classes()
         except ValueError as error:  # of an argument: what the constructors raise names it and the fix
-            self._refuse(plain(str(error)))
+            self._refuse(strategies(plain(str(error))))
 
     def before_sample(self) -> None:
         """Refuse a file that cannot be written before anything is loaded."""
@@ -186,6 +186,14 @@ def plain(message: str) -> str:
     kept = [line for line in reasons if line and "NoneType" not in line]
     place = [key.splitlines()[0]] if key.startswith("Parser key") else []
     return "\n".join([*place, *kept])
+
+
+def strategies(message: str) -> str:
+    """Return Lightning's account of an unknown strategy with the names that can sample; other messages as they are."""
+    head, found, _ = message.partition("It must be either a string")
+    if not found or "invalid strategy name" not in head:
+        return message
+    return f"{head.strip()} Those that sample are 'colocated_vllm', 'async_vllm' and 'colocated_hf'."
 
 
 def run(name: str, arguments: list[str]) -> int:

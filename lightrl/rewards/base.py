@@ -8,7 +8,7 @@ import inspect
 import math
 import numbers
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -45,6 +45,12 @@ class RewardTerm:
     """Other parameters, and whether each is required."""
     takes_all: bool
     """It has ``**kwargs`` and gets every column."""
+
+    def compares(self, columns: Collection[str]) -> bool:
+        """Whether it takes a ground truth: under that name, or as the second argument if that is no column."""
+        taken = {self.second} if self.second is not None else {name for name, needed in self.by_name.items() if needed}
+        truths = {"ground_truth", "ground_truths"}
+        return bool(taken & truths) or (self.second is not None and self.second not in {"completion_ids", *columns})
 
     def bind(self, completion: str, ground_truth: Any, columns: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments of a call for one completion.

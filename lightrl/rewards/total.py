@@ -129,6 +129,13 @@ class RewardSum:
             score.total = self._total(score.terms)
         return scores
 
+    def in_vain(self, prompts: Sequence[Prompt]) -> list[str]:
+        """Names of the rewards that take a ground truth, if no prompt has one."""
+        if not prompts or any(prompt.ground_truth is not None for prompt in prompts):
+            return []
+        columns = {"prompt", *prompts[0].columns}
+        return [term.name for term in self.terms if term.compares(columns)]
+
     def close(self) -> None:
         """End the event loop of async rewards, if one was started, and close the rewards that can be."""
         functions = [term.function for term in self.terms]
@@ -205,7 +212,7 @@ class RewardSum:
         many = f" (and {len(positions) - 1} more of its batch)" if len(positions) > 1 else ""
         facts = f"reward {term.name!r} failed {_where(positions[0], texts, prompts)}{many}: {what}"
         if self.on_error == "raise":
-            raise RuntimeError(f"{facts}. on_error='exclude' would leave such completions out.") from error
+            raise RuntimeError(f"{facts}. on_reward_error='exclude' would leave such completions out.") from error
         if first:
             warnings.warn(f"{facts}. It is left out there; further ones are only counted.", stacklevel=4)
 

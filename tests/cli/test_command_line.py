@@ -234,6 +234,16 @@ def test_a_wrong_option_is_one_error(project: Path, capsys: Any, option: str, me
     assert len(said.splitlines()) <= 2
 
 
+def test_without_any_option_the_error_names_what_is_needed(project: Path, capsys: Any) -> None:
+    assert "train_prompts" in refused(capsys, "fit")
+
+
+def test_an_unknown_strategy_is_answered_with_those_that_sample(project: Path, capsys: Any) -> None:
+    said = refused(capsys, "fit", "-c", "config.yaml", "--trainer.strategy", "colocated_vlm")
+    assert "strategy='colocated_vlm'" in said
+    assert "'colocated_vllm', 'async_vllm' and 'colocated_hf'" in said
+
+
 def test_a_config_file_that_is_not_there(project: Path, capsys: Any) -> None:
     assert "nowhere.yaml" in refused(capsys, "fit", "-c", "nowhere.yaml")
 
