@@ -67,7 +67,7 @@ def test_ended_members_are_kept_and_running_ones_gone_on_from() -> None:
     wanted = [r for r in asked if number_of(r) < 4]
     assert sorted(r.id[:3] for r in wanted) == ["0.1", "1.1", "2.1", "3.1"]
     (rest,) = [r for r in wanted if r.id.startswith("0.1")]
-    assert (rest.prompt, rest.max_tokens) == ([row, 7, 8], 0)
+    assert (rest.prompt, rest.max_tokens) == ([row, 7, 8], 2)
     (first,) = [g for g in groups if g.prompt.index == row]
     assert first.rollouts[1].completion_ids == [7, 8, row, 0]
     assert first.rollouts[1].policy_versions.tolist() == [0, 1, 1, 1]
@@ -88,8 +88,6 @@ def test_what_is_too_old_for_every_batch_is_sampled_again() -> None:
 
 
 def test_a_completion_that_goes_on_draws_by_another_seed() -> None:
-    from lightrl.engines.session import Request as Turn
-
     parts = Parts()
     parts.add(output("5.0.9", [4], [(2, 1)]), ended=False)
     parts.add(output("5.1.9", [4, 6], [(2, 2)]), ended=True)

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
-from lightrl.export import export
-
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -78,6 +76,8 @@ class RolloutCheckpoint(ModelCheckpoint):
         self.best_model_path = self.last_model_path = path  # part of what is saved
         self._save_checkpoint(trainer, path)
         if self.export:
+            from lightrl.export import export  # here: `python -m lightrl.export` imports this file first
+
             export(trainer.lightning_module, path.removesuffix(self.FILE_EXTENSION), dtype=self.export_dtype)  # type: ignore[arg-type]
         while len(self._saved) > self.keep_last:
             old = self._saved.pop(0)

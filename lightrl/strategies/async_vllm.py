@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
 from lightrl.distributed import all_objects, from_rank_zero, rank
@@ -171,6 +171,8 @@ class AsyncVLLMStrategy(RolloutStrategy):
             push_timeout=self.push_timeout,
             answer_timeout=self.answer_timeout,
         )
+        count = self._pool.launcher.num_engines
+        rank_zero_info(f"waiting for {count} engine{'s' if count > 1 else ''} to stand, which takes up to a minute")
         self._pool.start()
 
     def _pool_launcher(self) -> Launcher:

@@ -94,7 +94,7 @@ def score(prompts: list[Prompt], completions: list[list[Completion]]) -> list[Ro
 
 def work(num_prompts: int = 8, group_size: int = 2, **args: Any) -> Work:
     prompts = [Prompt([row], index=row) for row in range(num_prompts)]
-    sampling = Sampling(max_completion_tokens=2, num_completions=group_size)
+    sampling = Sampling(max_completion_tokens=4, num_completions=group_size)
     return Work(prompts, PromptOrder(num_prompts, seed=0), sampling, 0, False, **{"score": score} | args)
 
 
