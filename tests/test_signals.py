@@ -1,6 +1,7 @@
 """SIGTERM, Ctrl-C and SLURM's requeue signal, wherever in a step they come."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -39,6 +40,7 @@ def run(folder: Path, kind: str, place: str, ranks: int, resume: str = "", **env
 
 
 def main(folder: str, kind: str, place: str, ranks: str, resume: str) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests with &
     moment, phase = place.split() if place else ("", "")
     # On the last rank, where Lightning's launcher, which is rank 0, is not told first.
     last = int(ranks) - 1 if kind == "terminate" else 0
