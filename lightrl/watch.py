@@ -64,6 +64,7 @@ class Watch:
         self._seen: dict[int, tuple[int, float]] = {}
         self._stopping, self._raised = threading.Event(), threading.Event()
         self._must_end: tuple[float, str] | None = None
+        self._first: Failure | None = None
         self._thread = threading.Thread(target=self._run, name="lightrl-watch", daemon=True)
 
     def start(self) -> None:
@@ -81,6 +82,8 @@ class Watch:
             error.add_note(f"[rank {self.rank}] the run ended because {first}")
 
     def _first_cause(self, error: BaseException) -> Failure:
+        if self._first is not None:  # the store, which said it, may have ended since
+            return self._first
         lines = "".join(traceback.format_exception(error))[-_TOLD:].rstrip()
         own = Failure(self.rank, "raised", f"failed first, with\n{lines}")
         deadline = time.monotonic() + (_SETTLE_SECONDS if _is_of_collective(error) else 0)
@@ -112,6 +115,7 @@ class Watch:
             if self._stopping.is_set():
                 return
             if failure is not None:
+                self._first = failure
                 self._end(failure)
                 return
 
