@@ -58,7 +58,15 @@ class MeanAtK(_PromptMean):
         self._add([sum(row) / len(row) for row in scored if row])
 
 
-class PassAtK(_PromptMean):
+class _OfKSamples(_PromptMean):
+    """Of k samples, each right from a reward of ``threshold`` on."""
+
+    def __init__(self, k: int, threshold: float = 1.0, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.k, self.threshold = _count(k), threshold
+
+
+class PassAtK(_OfKSamples):
     """pass@k: the chance that one of k samples is right, without bias from the n >= k there are (arXiv:2107.03374).
 
     Of n samples, c right: ``1 - C(n - c, k) / C(n, k)``.
@@ -78,17 +86,13 @@ class PassAtK(_PromptMean):
         0.3333
     """
 
-    def __init__(self, k: int, threshold: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.k, self.threshold = _count(k), threshold
-
     def update(self, rewards: Rewards) -> None:
         """Add prompts: ``rewards`` has one row a prompt, with one entry a sample."""
         rows = [[r >= self.threshold for r in row if r is not None] for row in rewards]
         self._add([pass_at_k(len(row), sum(row), self.k) for row in rows if len(row) >= self.k])
 
 
-class MajorityAtK(_PromptMean):
+class MajorityAtK(_OfKSamples):
     """maj@k: the chance that the most frequent answer of k samples is right, exact over all choices of k from the n.
 
     Samples without an answer do not vote. Answers that are equally frequent share the vote; an answer whose samples got
@@ -108,10 +112,6 @@ class MajorityAtK(_PromptMean):
         >>> round(metric.compute().item(), 4)
         0.6667
     """
-
-    def __init__(self, k: int, threshold: float = 1.0, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self.k, self.threshold = _count(k), threshold
 
     def update(self, rewards: Rewards, answers: Sequence[Sequence[Hashable | None]]) -> None:
         """Add prompts: ``rewards`` and ``answers`` have one row a prompt, with one entry a sample."""

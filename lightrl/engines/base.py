@@ -18,6 +18,11 @@ class WeightSyncError(RuntimeError):
     """The engine does not hold the policy's weights."""
 
 
+def not_as_sent(names: list[str]) -> WeightSyncError:
+    """Return the error for tensors that the engine does not hold as they were sent."""
+    return WeightSyncError(f"after the push the engine does not hold what was sent as {', '.join(names[:8])}")
+
+
 class Engine(Protocol):
     """An inference engine in this process. Every call is collective over the ranks that share it."""
 

@@ -133,21 +133,22 @@ def model_of(llm: Any) -> torch.nn.Module:
 
 def sampled_so_far(llm: Any) -> dict[str, int]:
     """Return how many tokens each unfinished request has sampled, by the id that the request was given."""
-    states = llm.llm_engine.output_processor.request_states
-    return {
-        getattr(state, "external_req_id", None) or rid: int(state.detokenizer.num_output_tokens())
-        for rid, state in states.items()
-    }
+    return {name: int(state.detokenizer.num_output_tokens()) for name, state in _unfinished(llm)}
 
 
 def sampled_by(llm: Any) -> dict[str, tuple[list[int], list[float]]]:
     """Return token ids and logprobs that each unfinished request has sampled, by the id that the request was given."""
     found = {}
-    for rid, state in llm.llm_engine.output_processor.request_states.items():
+    for name, state in _unfinished(llm):
         ids, logprobs = list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs
         values = list(logprobs.logprobs) if logprobs is not None else []
-        found[getattr(state, "external_req_id", None) or rid] = (ids[: len(values)], values)
+        found[name] = (ids[: len(values)], values)
     return found
+
+
+def _unfinished(llm: Any) -> Iterator[tuple[str, Any]]:
+    for rid, state in llm.llm_engine.output_processor.request_states.items():
+        yield getattr(state, "external_req_id", None) or rid, state
 
 
 def repack_tied_head(model: torch.nn.Module) -> None:

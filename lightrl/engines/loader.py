@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightrl.engines import compat
-from lightrl.engines.base import WeightSyncError
+from lightrl.engines.base import not_as_sent
 from lightrl.engines.fingerprint import Fingerprint
 from lightrl.engines.plan import Copies, CopyPlan
 from lightrl.walk import Walk
@@ -72,7 +72,7 @@ class Loader:
             self._reload(watched)
             compat.repack_tied_head(self._model)
         if wrong := fingerprint.mismatches():
-            raise WeightSyncError(f"after the push the engine does not hold what was sent as {', '.join(wrong[:8])}")
+            raise not_as_sent(wrong)
 
     def _here(self, weights: Weights) -> Iterator[tuple[str, Tensor]]:
         return ((name, tensor.to(self._device)) for name, tensor in weights)

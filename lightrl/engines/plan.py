@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
-from lightrl.engines.base import WeightSyncError
+from lightrl.engines.base import WeightSyncError, not_as_sent
 
 _CHUNK_BYTES = 2**28
 _WINDOW = 64
@@ -140,7 +140,7 @@ class Copies:
         if not torch.equal(_bits(self._expected), _bits(self._found)):
             parts = zip(self._names, self._expected_parts, self._found_parts, strict=True)
             wrong = [name for name, sent, held in parts if not torch.equal(_bits(sent), _bits(held))]
-            raise WeightSyncError(f"after the push the engine does not hold what was sent as {', '.join(wrong[:8])}")
+            raise not_as_sent(wrong)
 
 
 class _Recorder(TorchDispatchMode):
