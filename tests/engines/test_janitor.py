@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 
 SHARED = Path("/dev/shm")
@@ -71,6 +72,13 @@ def test_files_that_a_killed_process_had_mapped_are_removed_and_no_others() -> N
             path.unlink()
 
 
+def mapped_by(process: psutil.Process) -> set[Path]:
+    """Return the files in shared memory that a process and its children have mapped: other tests run beside this."""
+    family = [process, *process.children(recursive=True)]
+    paths = {Path(m.path) for p in family for m in p.memory_maps()}
+    return {path for path in paths if SHARED in path.parents and path.exists()}
+
+
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_tensor_parallel_engine_that_is_killed_leaves_nothing_in_shared_memory() -> None:
@@ -82,7 +90,7 @@ def test_a_tensor_parallel_engine_that_is_killed_leaves_nothing_in_shared_memory
     from lightrl.weights.source import HeldWeights
     from tests.helpers.tiny import tiny_model
 
-    before, model, launcher = set(SHARED.iterdir()), tiny_model(kv_heads=2), LocalLauncher()
+    model, launcher = tiny_model(kv_heads=2), LocalLauncher()
     spec = EngineSpec(engine_config(model).to_dict(), "float32", max_model_len=64, tensor_parallel_size=2)
     pool = EnginePool(launcher, spec, max_restarts=0)
     weights = [(name, p.detach()) for name, p in model.named_parameters()]
@@ -91,8 +99,10 @@ def test_a_tensor_parallel_engine_that_is_killed_leaves_nothing_in_shared_memory
         pool.push(Shipment(HeldWeights(weights), 0, recompute_kv=True))
         running = asyncio.run_coroutine_threadsafe(pool.generate([Request("1", [5, 6], 8)]), pool.loop)
         assert len(running.result(60)[0].token_ids) <= 8
-        assert set(SHARED.iterdir()) - before, "it has none, so this shows nothing"
-        os.killpg(launcher.processes[0].pid, signal.SIGKILL)
-        assert until(lambda: not set(SHARED.iterdir()) - before)
+        engine = launcher.processes[0].pid
+        held = mapped_by(psutil.Process(engine))
+        assert held, "it has none, so this shows nothing"
+        os.killpg(engine, signal.SIGKILL)
+        assert until(lambda: not any(path.exists() for path in held), seconds=30), held
     finally:
         pool.close()
