@@ -131,14 +131,35 @@ def make_plan(step: StepSeconds, devices: int, max_staleness: int = 1) -> Plan:
     return Plan(step, devices, max_staleness, splits)
 
 
-def with_fixed_share(step: StepSeconds, generate_half: float) -> StepSeconds:
+def with_fixed_share(
+    step: StepSeconds, generate_half: float, tokens: tuple[float, float], longest: tuple[float, float]
+) -> StepSeconds:
     """Return ``step`` with the share that is fixed, from what generation took for half as many prompts.
+
+    Fewer completions have a shorter longest one: a decode step's fixed seconds and a token's are what solves
+    ``seconds = fixed * longest + each * tokens`` for both.
+
+    Args:
+        step: of all prompts.
+        generate_half: seconds of generation for half of them.
+        tokens: of all completions, of all prompts and of half of them.
+        longest: tokens of the longest completion, of all prompts and of half of them.
+
+    Raises:
+        ValueError: the lengths do not tell the two costs apart.
 
     Example:
         Half the prompts save 2 s, so the work is 4 s and the other 4 s are fixed.
 
-        >>> with_fixed_share(StepSeconds(generate=8, train=1), generate_half=6).fixed_share
+        >>> step = StepSeconds(generate=8, train=1)
+        >>> with_fixed_share(step, 6, tokens=(800, 400), longest=(90, 90)).fixed_share
         0.5
     """
-    work = 2 * (step.generate - generate_half)
-    return replace(step, fixed_share=min(max(1 - work / step.generate, 0.0), 1.0))
+    apart = longest[1] * tokens[0] - longest[0] * tokens[1]
+    if apart <= 0:
+        raise ValueError(
+            f"all prompts have {tokens[0]} tokens, the longest completion {longest[0]}, half of them {tokens[1]} and "
+            f"{longest[1]}: nothing tells a decode step's cost from a token's. Measure more batches"
+        )
+    fixed = (generate_half * tokens[0] - step.generate * tokens[1]) / apart * longest[0]
+    return replace(step, fixed_share=min(max(fixed / step.generate, 0.0), 1.0))

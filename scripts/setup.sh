@@ -21,7 +21,7 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check -qq "$@"; }
 
 if nvidia-smi >/dev/null 2>&1; then
     echo "set-up: NVIDIA GPU found, installing the GPU build of vLLM into $venv"
-    pip install -e '.[vllm,math,gym,datasets,lora,ray,test,dev]' || fail "pip could not install the GPU build (see above)"
+    pip install -e '.[vllm,math,gym,datasets,lora,ray,test,dev,docs]' || fail "pip could not install the GPU build (see above)"
 else
     echo "set-up: no NVIDIA GPU found, installing the CPU build of vLLM into $venv"
     torch=$(grep '^torch==' requirements/cpu.txt)

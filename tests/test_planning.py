@@ -80,11 +80,23 @@ def test_no_simulated_run_is_faster_than_the_plan_says(train: float, max_stalene
 
 def test_half_the_prompts_say_what_is_fixed() -> None:
     step = StepSeconds(generate=10, train=1)
-    assert with_fixed_share(step, 5).fixed_share == 0.0
-    assert with_fixed_share(step, 10).fixed_share == 1.0
-    assert with_fixed_share(step, 8).fixed_share == pytest.approx(0.6)
-    assert with_fixed_share(step, 11).fixed_share == 1.0, "noise"
-    assert with_fixed_share(step, 3).fixed_share == 0.0
+
+    def share(generate_half: float, longest: tuple[float, float] = (50, 50)) -> float:
+        return with_fixed_share(step, generate_half, tokens=(400, 200), longest=longest).fixed_share
+
+    assert share(5) == 0.0
+    assert share(10) == 1.0
+    assert share(8) == pytest.approx(0.6)
+    assert share(11) == 1.0, "noise"
+    assert share(3) == 0.0
+    with pytest.raises(ValueError, match="Measure more batches"):
+        share(5, longest=(50, 25))
+
+
+def test_a_shorter_longest_completion_of_half_the_prompts_is_no_work_saved() -> None:
+    # 0.1 s a decode step and 0.01 s a token: 50 and 40 steps, 500 and 250 tokens.
+    step = with_fixed_share(StepSeconds(generate=5 + 5, train=1), 4 + 2.5, tokens=(500, 250), longest=(50, 40))
+    assert step.fixed_share == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(

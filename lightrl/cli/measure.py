@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class StageClock(ThroughputMonitor):
-    """Keeps the seconds of each stage of each rollout batch, and ends training after ``count`` of them."""
+    """Keeps the seconds of each stage of each rollout batch, and ends training after ``count`` of them.
+
+    Beside them stand this rank's ``tokens`` in completions and those of the ``longest``.
+    """
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -32,7 +35,8 @@ class StageClock(ThroughputMonitor):
 
     @override
     def _meter(self, tally: Any, ranks: int, engine_ranks: int) -> Meter:
-        self.batches.append(dict(tally.seconds))
+        lengths = [len(r.completion_ids) for r in tally.rollouts]
+        self.batches.append(tally.seconds | {"tokens": sum(lengths), "longest": max(lengths, default=0)})
         return super()._meter(tally, ranks, engine_ranks)
 
 
@@ -57,9 +61,14 @@ def measured_step(trainer: Trainer, module: Any, data: RolloutDataModule, batche
             found.append(_seconds(trainer, module, data, batches, {} if found else loading))
     finally:
         data.prompts_per_step = whole
-    full, half = found
+    return step_of(*found)
+
+
+def step_of(full: dict[str, float], half: dict[str, float]) -> StepSeconds:
+    """Return the seconds of a step from means of :class:`StageClock`, of all prompts and of half of them."""
     stages = {stage: full[stage] for stage in ("generate", "train", "reward", "sync", "swap")}
-    return with_fixed_share(StepSeconds(**stages), half["generate"])
+    lengths = {name: (full[name], half[name]) for name in ("tokens", "longest")}
+    return with_fixed_share(StepSeconds(**stages), half["generate"], **lengths)
 
 
 def check_measurable(trainer: Trainer, data: RolloutDataModule, batches: int) -> None:
@@ -86,7 +95,7 @@ def check_measurable(trainer: Trainer, data: RolloutDataModule, batches: int) ->
 def _seconds(
     trainer: Trainer, module: Any, data: RolloutDataModule, batches: int, loading: dict[str, Any]
 ) -> dict[str, float]:
-    """Return the mean seconds of each stage, the slowest rank's, of all batches but the first."""
+    """Return the mean seconds of each stage and lengths, the largest of all ranks', of all batches but the first."""
     clock = StageClock(batches)
     trainer.callbacks = [clock]  # type: ignore[attr-defined]
     trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
