@@ -11,7 +11,7 @@ endif
 TWO := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-gpu lint format bench clean
+.PHONY: help setup demo test test-fast test-gpu lint format bench docs clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -47,6 +47,9 @@ format: $(READY) ## rewrite the code in the house style
 bench: $(READY) ## every benchmark that this machine can run
 	$(PYTHON) -m benchmarks
 
+docs: $(READY) ## the documentation's pages, into site/
+	$(PYTHON) -m mkdocs build
+
 clean: ## remove the environment and what runs left behind
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache lightning_logs runs
+	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache lightning_logs runs site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
