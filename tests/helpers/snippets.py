@@ -82,7 +82,7 @@ def write_stand_ins(folder: Path) -> None:
         tokenizer.chat_template = CHAT
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
-    rows = [{"prompt": f"w{3 + i % 29} w{3 + i // 29}", "reward_model": {"ground_truth": "w5"}} for i in range(ROWS)]
+    rows = [{"prompt": f"w{3 + i % 29} w{3 + i // 29}", "reward_model": {"ground_truth": "5"}} for i in range(ROWS)]
     for name in set(_DATA.findall(text)):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,4 +123,3 @@ def short_fit(init: Callable[..., None]) -> Callable[..., None]:
         init(self, *args, **kwargs)
 
     return shorter
-
