@@ -12,7 +12,10 @@ from benchmarks._subprocess import ROOT, run_module
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@pytest.mark.parametrize(("kind", "place", "rank"), [("hang", "during reward", 1), ("kill", "during micro_batch", 0)])
+@pytest.mark.parametrize(
+    ("kind", "place", "rank"),
+    [("hang", "during reward", 1), ("kill", "during micro_batch", 0), ("freeze", "during micro_batch", 0)],
+)
 def test_b45_a_rank_that_hangs_or_is_killed_ends_both_and_is_named(kind: str, place: str, rank: int) -> None:
     run_module("benchmarks.failures", "--kinds", kind, "--only", place, "--ranks", rank, timeout=300)
 
