@@ -86,6 +86,11 @@ class RolloutCheckpoint(ModelCheckpoint):
                 trainer.strategy.remove_checkpoint(old.removesuffix(self.FILE_EXTENSION))
         return path
 
+    def save_now(self, trainer: pl.Trainer) -> str:
+        """Save a checkpoint, unless that is done for this step; return its path (all ranks call it together)."""
+        done = self._last_global_step_saved == trainer.global_step
+        return self.last_model_path if done else self.save(trainer)
+
     @property
     @override
     def state_key(self) -> str:

@@ -77,6 +77,13 @@ def _load() -> Any:
     return vllm
 
 
+def sampling_params(**arguments: Any) -> Any:
+    """Return vLLM's ``SamplingParams``."""
+    from vllm import SamplingParams
+
+    return SamplingParams(**arguments)
+
+
 @contextmanager
 def torchrun_environment(rank: int, local_rank: int, world_size: int) -> Iterator[None]:
     """Set the variables that vLLM's external launcher reads while it is built, and put the old ones back after it."""
@@ -220,11 +227,13 @@ def _drop_groups() -> None:
 def add_request(engine: Any, name: str, prompt_ids: list[int], params: Any, cache_salt: str | None = None) -> None:
     """Hand a request to a running ``LLMEngine``, in the form that its version wants a prompt of token ids in.
 
-    Requests share cached attention states only with those of the same ``cache_salt``.
+    One output comes back, when it has ended. Requests share cached attention states only with those of the same
+    ``cache_salt``.
     """
-    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
 
-    prompt: Any = TokensPrompt(prompt_token_ids=prompt_ids)
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    prompt: Any = {"prompt_token_ids": prompt_ids}
     if cache_salt is not None:
         prompt["cache_salt"] = cache_salt
     renderer: Any = getattr(engine, "renderer", None)
