@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightrl.distributed import drop_lone_group
+from lightrl.optional import not_installed
 
 _DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -60,10 +61,7 @@ def import_vllm() -> Any:
         with ThreadPoolExecutor(1) as thread:
             vllm = thread.submit(_load).result()
     except ImportError as error:
-        raise ValueError(
-            "this strategy needs vLLM, which is not installed here: pip install 'lightrl-trainer[vllm]' on "
-            f"a GPU machine or 'lightrl-trainer[cpu]' on a CPU; strategy='colocated_hf' works without it. ({error})"
-        ) from error
+        raise not_installed("vllm", "the vLLM engine", error) from error
     _silence()
     return vllm
 
