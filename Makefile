@@ -35,10 +35,11 @@ test-fast: $(READY) ## the tests that take seconds
 test-gpu: $(READY) ## the tests that need an NVIDIA GPU
 	$(PYTHON) -m pytest -q -m gpu
 
-lint: $(READY) ## style and types
+lint: $(READY) ## style, types, and which module imports which
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	$(PYTHON) -c 'from importlinter.cli import lint_imports_command as main; main()' --no-logo --no-cache
 
 format: $(READY) ## rewrite the code in the house style
 	$(PYTHON) -m ruff check --fix .

@@ -10,7 +10,6 @@ from benchmarks._qwen3 import IDS, changed, gap, qwen3
 
 needs = "gpu vllm"
 BAR_MS, BAR_GAP = 60.0, 0.1
-FLOOR_MS_PER_GB = 2.7
 REQUESTS, TOKENS, PUSHES = 256, 384, 4
 
 

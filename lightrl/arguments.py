@@ -1,4 +1,4 @@
-"""Checks of what users hand to RLModule: one clear error for each, naming the value."""
+"""Checks of what users hand in: one clear error for each, naming the value."""
 
 from __future__ import annotations
 
@@ -21,6 +21,13 @@ def check_count(name: str, value: Any) -> None:
     """Raise ValueError unless ``value`` is a whole number of steps, 0 or more."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
         raise ValueError(f"{name}={value!r} must be a whole number of optimizer steps, 0 or more")
+
+
+def check_at_least_one(**counts: int | None) -> None:
+    """Raise ValueError unless every count is 1 or more, or None where that means no limit."""
+    for name, count in counts.items():
+        if count is not None and count < 1:
+            raise ValueError(f"{name}={count} must be at least 1")
 
 
 def check_betas(betas: Any) -> None:

@@ -9,10 +9,11 @@ import torch
 from lightning.pytorch import LightningDataModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+from lightrl.arguments import check_at_least_one, check_choice, check_numbers
 from lightrl.distributed import all_objects, world_size
 from lightrl.environments.base import EnvironmentFactory, Episodes, make_episodes
 from lightrl.loaders import SizedLoader
-from lightrl.policy import load_config
+from lightrl.policy import context_length, load_config
 from lightrl.prompts import Curriculum, load_rows, tokenize_prompts, weighted_sources
 from lightrl.rewards import RewardSum
 from lightrl.rewards.base import RewardSpec, import_callable
@@ -95,29 +96,6 @@ class RolloutDataModule(LightningDataModule):
         curriculum: str | Curriculum | None = None,
     ) -> None:
         super().__init__()
-        counts = {
-            "group_size": group_size,
-            "prompts_per_step": prompts_per_step,
-            "max_completion_tokens": max_completion_tokens,
-            "val_group_size": val_group_size,
-            "epochs_per_rollout": epochs_per_rollout,
-            "minibatches_per_rollout": minibatches_per_rollout,
-            "max_tokens_per_micro_batch": max_tokens_per_micro_batch,
-        }
-        if val_batch_size is not None:
-            counts["val_batch_size"] = val_batch_size
-        for name, value in counts.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        if not val_temperature >= 0:
-            raise ValueError(f"val_temperature={val_temperature} must not be negative: 0 takes the likeliest token")
-        if on_long_prompt not in ("raise", "drop"):
-            raise ValueError(f"on_long_prompt={on_long_prompt!r} must be 'raise' or 'drop'")
-        if minibatches_per_rollout > prompts_per_step * group_size:
-            raise ValueError(
-                f"minibatches_per_rollout={minibatches_per_rollout} is more than the {prompts_per_step * group_size} "
-                "rollouts of a step (prompts_per_step x group_size)"
-            )
         self.train_prompts, self.val_prompts = train_prompts, val_prompts
         self.group_size, self.prompts_per_step = group_size, prompts_per_step
         self.max_completion_tokens, self.max_prompt_tokens = max_completion_tokens, max_prompt_tokens
@@ -126,6 +104,7 @@ class RolloutDataModule(LightningDataModule):
         self.epochs_per_rollout, self.minibatches_per_rollout = epochs_per_rollout, minibatches_per_rollout
         self.max_tokens_per_micro_batch = max_tokens_per_micro_batch
         self.on_long_prompt, self.system_prompt, self.template_kwargs = on_long_prompt, system_prompt, template_kwargs
+        self._check_arguments()
         self.episodes = make_episodes(environment)
         if reward is None and self.episodes is None:
             raise ValueError("reward=None: give a reward function, or an environment that rewards")
@@ -141,6 +120,22 @@ class RolloutDataModule(LightningDataModule):
         self.sources: list[tuple[int, float]] = []  # prompts and weight of each training source
         self._stream: RolloutStream | None = None
 
+    def _check_arguments(self) -> None:
+        check_at_least_one(group_size=self.group_size, prompts_per_step=self.prompts_per_step)
+        check_at_least_one(val_group_size=self.val_group_size, val_batch_size=self.val_batch_size)
+        check_at_least_one(epochs_per_rollout=self.epochs_per_rollout)
+        check_at_least_one(minibatches_per_rollout=self.minibatches_per_rollout)
+        check_at_least_one(max_completion_tokens=self.max_completion_tokens)
+        check_at_least_one(max_tokens_per_micro_batch=self.max_tokens_per_micro_batch)
+        check_numbers(val_temperature=self.val_temperature)
+        check_choice("on_long_prompt", self.on_long_prompt, ("raise", "drop"))
+        rollouts = self.prompts_per_step * self.group_size
+        if self.minibatches_per_rollout > rollouts:
+            raise ValueError(
+                f"minibatches_per_rollout={self.minibatches_per_rollout} is more than the {rollouts} rollouts of a "
+                "step (prompts_per_step x group_size)"
+            )
+
     # -- set-up -------------------------------------------------------------------------------------------------------
 
     def setup(self, stage: str) -> None:
@@ -149,7 +144,7 @@ class RolloutDataModule(LightningDataModule):
         Raises:
             ValueError: the data, or its fit to model and ranks, is at fault.
         """
-        module = self._module
+        module: Any = self._the_trainer.lightning_module
         self._check_fit(module, stage)
         budget = self.max_completion_tokens
         val_budget = for_validation(self.trainer, Sampling(budget)).max_completion_tokens
@@ -175,10 +170,6 @@ class RolloutDataModule(LightningDataModule):
         if stage == "fit" or self._stream is None:
             seed = torch.initial_seed() % 2**31 if self.seed is None else self.seed
             self._stream = RolloutStream(self, self._train, all_objects(seed)[0])
-
-    @property
-    def _module(self) -> Any:
-        return self._the_trainer.lightning_module
 
     @property
     def _the_trainer(self) -> Trainer:
@@ -222,8 +213,7 @@ class RolloutDataModule(LightningDataModule):
     def _prompt_limit(self, module: Any, max_completion_tokens: int) -> int | None:
         own = getattr(module.model, "config", None)  # that of a model which was given as an object
         config = own or load_config(module.model, trust_remote_code=module.trust_remote_code)
-        context: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-        if context is None:
+        if (context := context_length(config)) is None:
             return self.max_prompt_tokens
         left = context - max_completion_tokens
         if left < 1:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightrl.optional import import_optional
 from lightrl.rng import derive_seed, forked_rng
 from lightrl.sharding import full_tensor
 
@@ -42,7 +43,7 @@ def lora_arguments(lora: Any) -> dict[str, Any] | None:
     """
     if lora is None:
         return None
-    config_class = _peft().LoraConfig
+    config_class = import_optional("peft", "lora").LoraConfig
     names = {f.name for f in fields(config_class)}
     if isinstance(lora, Mapping):
         if unknown := sorted(set(lora) - names):
@@ -80,7 +81,7 @@ def bind_lora(policy: PreTrainedModel, lora: dict[str, Any]) -> int:
         ValueError: no module matches, there are adapters already, or one would be on embeddings that the head is tied
             to.
     """
-    peft = _peft()
+    peft = import_optional("peft", "lora")
     ends = [policy.get_input_embeddings(), policy.get_output_embeddings()]
     tied = ends[1] is not None and ends[0].weight is ends[1].weight
     kinds = (nn.Linear, nn.Embedding)
@@ -181,13 +182,3 @@ def check_engine_merges(policy: nn.Module, engine_args: Mapping[str, Any]) -> No
                 f"engine_args={{{name!r}: {value!r}}} with lora: the engine gets base and adapter as one plain weight, "
                 "which such an engine cannot load. Leave it out"
             )
-
-
-def _peft() -> Any:
-    try:
-        import peft
-    except ImportError as error:
-        raise ValueError(
-            f"lora needs peft, which is not installed: pip install 'lightrl-trainer[lora]' ({error})"
-        ) from error
-    return peft

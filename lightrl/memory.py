@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightrl.arguments import check_at_least_one, check_choice
 from lightrl.fused_logprobs import CHUNK_SIZE
 from lightrl.lora import bind_lora, is_adapter, lora_arguments
 from lightrl.optim import OPTIMIZERS
@@ -175,20 +176,14 @@ def estimate_memory(
     Raises:
         ValueError: precision or optimizer is unknown, or a count is below 1.
     """
-    for name, value, allowed in (("precision", precision, _TRAINED), ("optimizer", optimizer, OPTIMIZERS)):
-        if value not in allowed:
-            raise ValueError(f"{name}={value!r} is not one of {', '.join(allowed)}")
-    counts = {"devices": devices, "tensor_parallel_size": tensor_parallel_size, "cached_tokens": cached_tokens}
-    for name, count in (counts | {"max_tokens_per_micro_batch": max_tokens_per_micro_batch}).items():
-        if count < 1:
-            raise ValueError(f"{name}={count} must be at least 1")
+    check_choice("precision", precision, tuple(_TRAINED))
+    check_choice("optimizer", optimizer, tuple(OPTIMIZERS))
+    check_at_least_one(devices=devices, tensor_parallel_size=tensor_parallel_size, cached_tokens=cached_tokens)
+    check_at_least_one(max_tokens_per_micro_batch=max_tokens_per_micro_batch)
     stored, computed, choice = _TRAINED[precision], _COMPUTED[precision], OPTIMIZERS[optimizer]
     packed = size.quantizable if quantize else 0
     trained = size.trained + (size.base if own_critic else 0)
     frozen = size.base + size.adapters - size.trained - packed
-    kept = size.kept_per_token * (1 if gradient_checkpointing else size.layers)
-    kept += size.hidden * size.layers if gradient_checkpointing else 0
-    logits = min(CHUNK_SIZE, max_tokens_per_micro_batch * size.vocabulary)
     cached = size.cached_per_token / min(tensor_parallel_size, size.kv_heads)
     rows = (
         Row("weights, trained", trained * stored / devices),
@@ -200,15 +195,23 @@ def estimate_memory(
             trained * choice.state_bytes * stored / 4 / devices if choice.on_device else 0,
             samples=not offload_optimizer,
         ),
-        Row("two layers and the rest, gathered", (2 * size.layer + size.outside) * computed, samples=False),
-        Row(
-            "their gradients, before reduction",  # as computed, and the float32 copy that is reduced
-            (size.layer + size.outside) * (computed + 4) * size.trained / (size.base + size.adapters),
-            samples=False,
-        ),
-        Row("activations", max_tokens_per_micro_batch * kept * computed, samples=False),
-        Row("logits of a chunk and their gradient", 2 * logits * computed, samples=False),
+        *_rows_of_a_backward_pass(size, computed, max_tokens_per_micro_batch, gradient_checkpointing),
         Row("engine weights", size.base * computed / tensor_parallel_size, trains=not sleep),
         Row("engine cache", cached_tokens * cached * computed, trains=not sleep),
     )
     return MemoryPlan(tuple(r for r in rows if r.bytes))
+
+
+def _rows_of_a_backward_pass(size: ModelSize, computed: int, tokens: int, gradient_checkpointing: bool) -> list[Row]:
+    """What a micro-batch of ``tokens`` needs beside the state: ``computed`` is the bytes of one computed value."""
+    kept = size.kept_per_token * (1 if gradient_checkpointing else size.layers)
+    kept += size.hidden * size.layers if gradient_checkpointing else 0
+    logits = min(CHUNK_SIZE, tokens * size.vocabulary)
+    unreduced = (size.layer + size.outside) * size.trained / (size.base + size.adapters)
+    parts = {
+        "two layers and the rest, gathered": (2 * size.layer + size.outside) * computed,
+        "their gradients, before reduction": unreduced * (computed + 4),  # and the float32 copy that is reduced
+        "activations": tokens * kept * computed,
+        "logits of a chunk and their gradient": 2 * logits * computed,
+    }
+    return [Row(name, bytes, samples=False) for name, bytes in parts.items()]

@@ -132,16 +132,6 @@ class RLModule(ModelsModule):
         self.save_hyperparameters(ignore=ignored, logger=False)
         plain = {"lora": self.lora, "model": self.model}  # a checkpoint holds builtins, not a LoraConfig or a Path
         self.hparams.update({name: value for name, value in plain.items() if name in self.hparams})
-        check_choice("aggregation", aggregation, MODES)
-        check_choice("schedule", schedule, SCHEDULES)
-        check_choice("on_nonfinite", on_nonfinite, ("raise", "skip"))
-        check_count("warmup_steps", warmup_steps)
-        check_betas(betas)
-        check_numbers(lr=lr, weight_decay=weight_decay, kl_coef=kl_coef, entropy_coef=entropy_coef)
-        check_numbers(1.0, clip_ratio_low=clip_ratio_low)
-        if clip_ratio_high != float("inf"):  # which is no clip
-            check_numbers(clip_ratio_high=clip_ratio_high)
-        check_correction(correction)
         self.lr, self.betas, self.weight_decay = lr, betas, weight_decay
         self.warmup_steps, self.schedule = warmup_steps, schedule
         self.clip_ratio_low, self.clip_ratio_high = clip_ratio_low, clip_ratio_high
@@ -149,6 +139,19 @@ class RLModule(ModelsModule):
         self.scale_rewards, self.aggregation, self.mask_truncated = scale_rewards, aggregation, mask_truncated
         self.correction, self.recompute_old_logprobs = correction, recompute_old_logprobs
         self.on_nonfinite = on_nonfinite
+        self._check_arguments()
+
+    def _check_arguments(self) -> None:
+        check_choice("aggregation", self.aggregation, MODES)
+        check_choice("schedule", self.schedule, SCHEDULES)
+        check_choice("on_nonfinite", self.on_nonfinite, ("raise", "skip"))
+        check_count("warmup_steps", self.warmup_steps)
+        check_betas(self.betas)
+        check_numbers(lr=self.lr, weight_decay=self.weight_decay, kl_coef=self.kl_coef, entropy_coef=self.entropy_coef)
+        check_numbers(1.0, clip_ratio_low=self.clip_ratio_low)
+        if self.clip_ratio_high != float("inf"):  # which is no clip
+            check_numbers(clip_ratio_high=self.clip_ratio_high)
+        check_correction(self.correction)
 
     # -- advantages ---------------------------------------------------------------------------------------------------
 

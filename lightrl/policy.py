@@ -59,6 +59,12 @@ def load_config(model: str | Path, *, trust_remote_code: bool = False) -> Any:
         return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
 
 
+def context_length(config: Any) -> int | None:
+    """Return the most tokens that a model of this configuration reads at once; None where it sets no limit."""
+    length: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return length
+
+
 @contextmanager
 def _quiet_loading() -> Iterator[None]:
     from transformers.utils import logging

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightrl.optional import import_optional
+
 QUANTIZATIONS = ("4bit",)
 
 
@@ -16,13 +18,9 @@ def import_bitsandbytes(wanted: str) -> Any:
     Raises:
         ValueError: it is not installed, or there is no CUDA device, without which it does nothing that is needed here.
     """
-    fix = "leave it out, or run on an NVIDIA GPU with bitsandbytes (pip install bitsandbytes)"
-    try:
-        import bitsandbytes
-    except ImportError as error:
-        raise ValueError(f"{wanted} needs bitsandbytes, which is not installed here: {fix} ({error})") from error
+    bitsandbytes = import_optional("bitsandbytes", wanted)
     if not torch.cuda.is_available():
-        raise ValueError(f"{wanted} needs a CUDA device, and there is none here: {fix}")
+        raise ValueError(f"{wanted} needs a CUDA device, and there is none here: leave it out")
     return bitsandbytes
 
 
@@ -62,9 +60,9 @@ def plain_weight(parameter: Tensor) -> Tensor:
     """Return a parameter's values: itself, detached, or what its packed values stand for, in memory of their own."""
     if not is_quantized(parameter):
         return parameter.detach()
-    from bitsandbytes.functional import dequantize_4bit
-
-    values: Tensor = dequantize_4bit(parameter.data, parameter.quant_state)  # type: ignore[attr-defined]
+    packed: Any = parameter
+    functional = import_optional("bitsandbytes.functional", "a 4-bit base")
+    values: Tensor = functional.dequantize_4bit(packed.data, packed.quant_state)
     return values
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
+from lightrl.arguments import check_at_least_one
+
 T = TypeVar("T")
 
 
@@ -69,9 +71,7 @@ class RolloutQueue(Generic[T]):
     """Numbers of tickets that were let go, to be begun again first."""
 
     def __post_init__(self) -> None:
-        for name in ("prompts_per_step", "steps_per_rollout"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)} must be at least 1")
+        check_at_least_one(prompts_per_step=self.prompts_per_step, steps_per_rollout=self.steps_per_rollout)
         if self.max_staleness < 0:
             raise ValueError(f"max_staleness={self.max_staleness} must be 0 or more: it counts optimizer steps")
         if self.max_in_flight is not None and self.max_in_flight < self.prompts_per_step:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from lightrl.arguments import check_at_least_one
 from lightrl.engines import compat, messages, secure
 from lightrl.engines.messages import Ask, EngineSpec, FromTrainer, PromptRow, Push, Task
 from lightrl.engines.server import EngineServer, RefusedError
-from lightrl.policy import load_config, load_tokenizer
+from lightrl.policy import context_length, load_config, load_tokenizer
 from lightrl.prompts import load_rows, stop_token_ids, tokenize_prompts
 from lightrl.rng import forked_rng
 from lightrl.types import Prompt, Sampling
@@ -66,12 +67,10 @@ class RolloutServer:
         self._token = secure.own_token(queue_address)
         self.model = str(model)
         self._config = load_config(model, trust_remote_code=trust_remote_code)
-        self._context: int | None = getattr(self._config.get_text_config(), "max_position_embeddings", None)
+        self._context = context_length(self._config)
         longest = _COMPLETION_TOKENS if self._context is None else min(_COMPLETION_TOKENS, self._context // 2)
         longest = longest if max_completion_tokens is None else max_completion_tokens
-        for name, value in {"group_size": group_size, "max_completion_tokens": longest}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        check_at_least_one(group_size=group_size, max_completion_tokens=longest)
         self.sampling = Sampling(longest, num_completions=group_size, temperature=temperature, seed=seed).for_training()
         self.tokenizer = load_tokenizer(tokenizer or model, trust_remote_code=trust_remote_code)
         self._trust_remote_code, self._engine_args = trust_remote_code, engine_args

@@ -16,7 +16,6 @@ from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 
-from lightrl.callbacks.rollout_checkpoint import RolloutCheckpoint
 from lightrl.distributed import all_max
 
 if TYPE_CHECKING:
@@ -91,9 +90,8 @@ def _log_step(trainer: pl.Trainer) -> None:
 def save_now(trainer: pl.Trainer) -> str:
     """Save where ``fit(ckpt_path="last")`` finds it, unless that is done for this step; return the path."""
     for callback in trainer.checkpoint_callbacks:
-        if isinstance(callback, RolloutCheckpoint):
-            done = callback._last_global_step_saved == trainer.global_step
-            return callback.last_model_path if done else callback.save(trainer)
+        if hasattr(callback, "save_now"):  # RolloutCheckpoint's, or that of a callback of one's own
+            return str(callback.save_now(trainer))
     folder = getattr(trainer.checkpoint_callback, "dirpath", None) or trainer.default_root_dir
     path = str(Path(folder) / "last-preempted.ckpt")  # every name that begins with "last" will do
     trainer.save_checkpoint(path)

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor
 
 from lightrl import RLModule
@@ -17,7 +16,7 @@ from lightrl.corrections import GeometricMean, MaskedToken, TruncatedSequence, T
 from lightrl.datamodule import SizedLoader
 from lightrl.packing import MicroBatch, StepBatch, pack
 from tests.helpers.tiny import random_rollouts, tiny_model
-from tests.helpers.training import quiet_trainer, tiny_data, tiny_module
+from tests.helpers.training import Steps, quiet_trainer, tiny_data, tiny_module
 
 pytestmark = pytest.mark.slow
 
@@ -89,19 +88,9 @@ def test_decoupled_ppo_without_a_pass_interpolates_by_age() -> None:
     assert float(module.loss(micro, torch.cat(now))[0]) == pytest.approx(right, rel=1e-4)
 
 
-class Logged(Callback):
-    def __init__(self) -> None:
-        self.metrics: list[dict[str, float]] = []
-        self.steps: list[StepBatch] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: StepBatch, batch_idx: int) -> None:
-        self.metrics.append({name: float(v) for name, v in trainer.callback_metrics.items()})
-        self.steps.append(batch)
-
-
 @pytest.mark.parametrize("cuts", [1, 3])
 def test_mismatch_metrics_are_the_steps_whatever_the_cut(cuts: int) -> None:
-    rollouts, logged = off_policy(), Logged()
+    rollouts, logged = off_policy(), Steps()
     rollouts[0].rollout_logprobs[0] += 5.0  # the largest gap is a negative one
     loader = SizedLoader(
         1, lambda _: StepBatch([pack(p, temperature=1.0) for p in Packer().split(rollouts, cuts)], 0, rollouts)
@@ -111,27 +100,27 @@ def test_mismatch_metrics_are_the_steps_whatever_the_cut(cuts: int) -> None:
     old, sampler = (torch.cat([getattr(r, n) for r in rollouts]) for n in ("scored_logprobs", "rollout_logprobs"))
     right = mismatch_metrics(old, sampler, cap=1.1)
     for name in ("logprob_diff_mean", "logprob_diff_max", "effective_sample_size", "truncated_frac"):
-        assert logged.metrics[0][f"mismatch/{name}"] == pytest.approx(float(right[name]), rel=1e-5), name
-    assert 1 <= logged.metrics[0]["mismatch/logprob_diff_p99"] / float(right["logprob_diff_p99"]) < 1.05
-    assert logged.metrics[0]["kl/mismatch"] == pytest.approx(float(right["mismatch_kl"]), rel=1e-5)
+        assert logged.logged[0][f"mismatch/{name}"] == pytest.approx(float(right[name]), rel=1e-5), name
+    assert 1 <= logged.logged[0]["mismatch/logprob_diff_p99"] / float(right["logprob_diff_p99"]) < 1.05
+    assert logged.logged[0]["kl/mismatch"] == pytest.approx(float(right["mismatch_kl"]), rel=1e-5)
 
 
 @pytest.mark.parametrize("recompute", [True, False])
 def test_reused_rollouts_are_scored_only_if_asked_for(recompute: bool) -> None:
-    logged = Logged()
+    logged = Steps()
     module = tiny_module(lr=1e-2, correction=TruncatedToken(math.inf), recompute_old_logprobs=recompute)
     quiet_trainer(max_steps=4, callbacks=[logged]).fit(module, tiny_data(epochs_per_rollout=2))
     assert all((r.scored_logprobs is not None) == recompute for s in logged.steps for r in s.rollouts)
-    assert all(m["mismatch/truncated_frac"] == 0 for m in logged.metrics)
+    assert all(m["mismatch/truncated_frac"] == 0 for m in logged.logged)
     # At the second use the policy has moved: only the interpolation sees that between sampler and proximal policy.
-    assert logged.metrics[0]["mismatch/logprob_diff_max"] < 1e-4
-    assert (logged.metrics[1]["mismatch/logprob_diff_max"] < 1e-4) == recompute
+    assert logged.logged[0]["mismatch/logprob_diff_max"] < 1e-4
+    assert (logged.logged[1]["mismatch/logprob_diff_max"] < 1e-4) == recompute
 
 
 def test_nothing_is_measured_without_a_correction() -> None:
-    logged = Logged()
+    logged = Steps()
     quiet_trainer(max_steps=1, callbacks=[logged]).fit(tiny_module(), tiny_data())
-    assert not [name for name in logged.metrics[0] if name.startswith("mismatch/")]
+    assert not [name for name in logged.logged[0] if name.startswith("mismatch/")]
 
 
 @pytest.mark.parametrize(

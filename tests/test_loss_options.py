@@ -13,19 +13,9 @@ from lightrl.datamodule import SizedLoader
 from lightrl.losses import Terms
 from lightrl.packing import MicroBatch, StepBatch, idle_rollout, pack
 from tests.helpers.tiny import random_rollouts, tiny_model, tiny_prompts
-from tests.helpers.training import equal, quiet_trainer, tiny_data, tiny_module, weights
+from tests.helpers.training import Steps, equal, quiet_trainer, tiny_data, tiny_module, weights
 
 pytestmark = pytest.mark.slow
-
-
-class Seen(Callback):
-    def __init__(self) -> None:
-        self.steps: list[StepBatch] = []
-        self.logged: list[dict[str, float]] = []
-
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: StepBatch, batch_idx: int) -> None:
-        self.steps.append(batch)
-        self.logged.append({name: float(v) for name, v in trainer.callback_metrics.items()})
 
 
 class OneForEachToken(RLModule):
@@ -39,7 +29,7 @@ def test_b07_truncated_completions_leave_both_sides_of_the_line(
     mask_truncated: bool, aggregation: str, right: float | None
 ) -> None:
     """With a loss of 1 for each token the mean is 1: truncated tokens below the line only would make it less."""
-    seen = Seen()
+    seen = Steps()
     module = OneForEachToken(tiny_model(), lr=1e-3, mask_truncated=mask_truncated, aggregation=aggregation)
     data = tiny_data(tiny_prompts(24), group_size=8, prompts_per_step=8, max_completion_tokens=8)
     quiet_trainer(max_steps=1, callbacks=[seen]).fit(module, data)
@@ -53,9 +43,9 @@ def test_b07_truncated_completions_leave_both_sides_of_the_line(
 
 
 def test_b07_truncated_completions_still_count_in_their_groups_baseline() -> None:
-    seen, data = Seen(), tiny_data(tiny_prompts(24), group_size=8, prompts_per_step=8, max_completion_tokens=8)
+    seen, data = Steps(), tiny_data(tiny_prompts(24), group_size=8, prompts_per_step=8, max_completion_tokens=8)
     quiet_trainer(max_steps=1, callbacks=[seen]).fit(tiny_module(mask_truncated=True), data)
-    all_of_them = Seen()
+    all_of_them = Steps()
     data = tiny_data(tiny_prompts(24), group_size=8, prompts_per_step=8, max_completion_tokens=8)
     quiet_trainer(max_steps=1, callbacks=[all_of_them]).fit(tiny_module(), data)
     kept = [(r.token_ids.tolist(), r.advantage) for r in seen.steps[0].rollouts]
@@ -64,7 +54,7 @@ def test_b07_truncated_completions_still_count_in_their_groups_baseline() -> Non
 
 @pytest.mark.parametrize("aggregation", ["token", "sequence", "constant"])
 def test_b07_nothing_but_truncated_completions_is_logged_as_nothing(aggregation: str) -> None:
-    seen, module = Seen(), tiny_module(mask_truncated=True, aggregation=aggregation)
+    seen, module = Steps(), tiny_module(mask_truncated=True, aggregation=aggregation)
     quiet_trainer(max_steps=1, callbacks=[seen], gradient_clip_val=1.0).fit(module, tiny_data(max_completion_tokens=1))
     (step,), (logged,) = seen.steps, seen.logged
     assert logged["rollout/truncated_frac"] == 1
@@ -112,7 +102,7 @@ def test_the_entropy_bonus_is_the_gradient_of_the_mean_entropy(strategy: str, cu
     rollouts = random_rollouts(6)
     total = float(sum(len(r.completion_ids) for r in rollouts))
     micro = [pack(p, temperature=1.0, denominator=total) for p in Packer().split(rollouts, cuts)]
-    module, seen = SGDModule(tiny_model(), entropy_coef=0.3, packed=packed), Seen()
+    module, seen = SGDModule(tiny_model(), entropy_coef=0.3, packed=packed), Steps()
     loader = SizedLoader(1, lambda _: StepBatch(micro, 0, rollouts))
     quiet_trainer(strategy=strategy, max_steps=1, callbacks=[seen]).fit(module, loader)
 

@@ -4,17 +4,20 @@ import json
 import math
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from lightrl import RLModule
 from lightrl.distributed import rank
 from tests.helpers.tiny import tiny_model, tiny_prompts
-from tests.helpers.training import quiet_trainer, tiny_data
+from tests.helpers.training import quiet_trainer, tiny_data, tiny_module
 
 NAN_TOKEN = 7
 
@@ -84,6 +87,43 @@ def test_b29_under_reuse_and_micro_batches_one_mean_over_all_tokens() -> None:
 def test_b29_two_ranks_log_one_mean_over_all_tokens(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "tests.test_metrics_in_training", str(tmp_path)], check=True, timeout=240)
     check([json.loads((tmp_path / f"{i}.json").read_text()) for i in range(2)])
+
+
+KEYS = {
+    "train": ["loss", "grad_norm", "entropy", "clip_frac"],
+    "reward": ["mean", "std", "zero_std_frac", "even", "length"],
+    "kl": ["mismatch", "ref"],
+    "rollout": ["length_mean", "truncated_frac", "staleness_mean", "staleness_max"],
+    "time": ["generate", "reward", "weight_sync", "swap"],
+    "perf": ["tokens_per_second"],
+    "val": ["reward", "pass@1"],
+}
+
+
+def length(completion: str) -> float:
+    return float(len(completion.split()))
+
+
+def test_metric_keys_in_a_tensorboard_file(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path)
+    rewards: dict[str, Callable[..., float]] = {"even": lambda completion: float("w4" in completion), "length": length}
+    data = tiny_data(reward=rewards, val_prompts=tiny_prompts(3))
+    trainer = quiet_trainer(
+        max_steps=4, logger=logger, val_check_interval=2, check_val_every_n_epoch=None, gradient_clip_val=1e9
+    )
+    trainer.fit(tiny_module(kl_coef=0.1), data)
+    events = EventAccumulator(logger.log_dir)
+    events.Reload()
+    keys = {f"{group}/{name}" for group, names in KEYS.items() for name in names}
+    assert keys <= set(events.Tags()["scalars"])
+    values = {key: [e.value for e in events.Scalars(key)] for key in keys}
+    for key in keys:
+        assert len(values[key]) == (2 if key.startswith("val/") else 4), key
+        assert all(v == v and abs(v) < 1e6 for v in values[key]), key
+    assert all(v > 0 for key in ("train/grad_norm", "train/entropy", "perf/tokens_per_second") for v in values[key])
+    assert all(abs(v) < 1e-6 for v in values["kl/mismatch"])
+    assert values["rollout/staleness_max"] == values["train/clip_frac"] == [0.0] * 4
+    assert all(1 <= v <= 3 for v in values["rollout/length_mean"])
 
 
 if __name__ == "__main__":

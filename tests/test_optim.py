@@ -1,5 +1,6 @@
 """Optimizers by name: what each is, and that those which keep their state elsewhere make the same steps."""
 
+import csv
 import json
 import sys
 from pathlib import Path
@@ -7,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.loggers import CSVLogger
 
 from lightrl.engines.vllm import _config_folder
-from lightrl.optim import OPTIMIZERS, make_optimizer, on_local_tensors
+from lightrl.optim import OPTIMIZERS, make_optimizer, on_local_tensors, schedule_factor
 from lightrl.quantized import import_bitsandbytes
 from lightrl.swap import move_optimizer_state
-from tests.helpers.tiny import tiny_model
+from tests.helpers.tiny import tiny_model, tiny_prompts
 from tests.helpers.training import equal, quiet_trainer, tiny_data, tiny_module, weights
 
 
@@ -142,3 +145,63 @@ def test_nothing_to_train_is_refused() -> None:
     model = tiny_model().requires_grad_(False)
     with pytest.raises(ValueError, match="no parameter is trained"):
         make_optimizer([(model.parameters(), 1e-2)], betas=(0.9, 0.99), weight_decay=0.0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "warmup_steps", "factors"),
+    [
+        ("constant", 0, [1, 1, 1, 1, 1, 1, 1]),
+        ("constant", 3, [1 / 3, 2 / 3, 1, 1, 1, 1, 1]),
+        ("linear", 0, [1, 5 / 6, 4 / 6, 3 / 6, 2 / 6, 1 / 6, 0]),
+        ("linear", 2, [0.5, 1, 1, 0.75, 0.5, 0.25, 0]),
+        ("cosine", 2, [0.5, 1, 1, 0.853553, 0.5, 0.146447, 0]),
+    ],
+)
+def test_schedules(schedule: str, warmup_steps: int, factors: list[float]) -> None:
+    factor = schedule_factor(schedule, warmup_steps, None if schedule == "constant" else 6)
+    assert [factor(step) for step in range(7)] == pytest.approx(factors, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "length", "factors"),
+    [
+        ({}, {"max_steps": 2}, [1, 1]),
+        ({"warmup_steps": 2}, {"max_steps": 3}, [0.5, 1, 1]),
+        ({"schedule": "linear"}, {"max_epochs": 2}, [1, 0.75, 0.5, 0.25]),  # 2 steps an epoch
+    ],
+    ids=str,
+)
+def test_the_learning_rate_of_each_optimizer_step(
+    arguments: dict[str, Any], length: dict[str, int], factors: list[float], tmp_path: Path
+) -> None:
+    class Rates(LearningRateMonitor):
+        used: list[float] = []
+
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            self.used.append(optimizer.param_groups[0]["lr"])
+
+    rates, logger = Rates(logging_interval="step"), CSVLogger(tmp_path)
+    rates.used = []
+    module = tiny_module(lr=2e-3, **arguments)
+    quiet_trainer(callbacks=[rates], logger=logger, **length).fit(
+        module, tiny_data(tiny_prompts(4), max_completion_tokens=1)
+    )
+    assert rates.used == pytest.approx([2e-3 * f for f in factors])
+    with (Path(logger.log_dir) / "metrics.csv").open() as file:
+        logged = [float(v) for row in csv.DictReader(file) for k, v in row.items() if k == "lr-AdamW/pg1" and v]
+    assert logged == pytest.approx(rates.used)
+
+
+def test_schedules_that_end_need_an_end() -> None:
+    with pytest.raises(ValueError, match="schedule='cosine' needs to know the run's length"):
+        schedule_factor("cosine", 0, float("inf"))
+    assert schedule_factor("linear", 0, 4)(9) == 0.0
+
+
+def test_weight_decay_leaves_vectors_alone() -> None:
+    module = tiny_module(weight_decay=0.1)
+    module.configure_model()
+    groups = module.configure_optimizers().param_groups
+    assert [g["weight_decay"] for g in groups] == [0.1, 0.0]
+    assert {p.ndim for p in groups[0]["params"]} == {2}
+    assert {p.ndim for p in groups[1]["params"]} == {1}

@@ -17,6 +17,7 @@ from tests.helpers.tiny import SMALL, VOCAB, by_hand, random_rollouts, save_tiny
 
 GPT2 = {"vocab_size": VOCAB, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 OPT = {"word_embed_proj_dim": 32, "ffn_dim": 48, "dropout": 0.5, "attention_dropout": 0.5, "layerdrop": 0.5}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
 # Name, configuration, whether it runs packed, whether its head's output is its logits.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
     "Qwen3": ("Qwen3", SMALL, True, True),
@@ -24,12 +25,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any], bool, bool]] = {
     "Llama": ("Llama", SMALL, True, True),
     "Llama, tied": ("Llama", SMALL | {"tie_word_embeddings": True}, True, True),
     "Mistral, short window": ("Mistral", SMALL | {"sliding_window": 4}, True, True),
-    "Qwen2, some layers with a window": (
-        "Qwen2",
-        SMALL | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
-        True,
-        True,
-    ),
+    "Qwen2, some layers with a window": ("Qwen2", SMALL | WINDOW, True, True),
     "GPT-2": ("GPT2", GPT2, True, True),
     "Gemma2": ("Gemma2", SMALL | {"sliding_window": 4, "query_pre_attn_scalar": 8}, False, False),
     "Gemma3": ("Gemma3", SMALL | {"sliding_window": 4, "query_pre_attn_scalar": 8}, True, True),

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
+from lightrl.arguments import check_at_least_one
+
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
@@ -40,9 +42,7 @@ class RolloutCheckpoint(ModelCheckpoint):
         export: bool = False,
         export_dtype: str | None = None,
     ) -> None:
-        for name, value in {"every_n_steps": every_n_steps, "keep_last": keep_last}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        check_at_least_one(every_n_steps=every_n_steps, keep_last=keep_last)
         super().__init__(dirpath, every_n_train_steps=every_n_steps, enable_version_counter=False)
         self.every_n_steps, self.keep_last = every_n_steps, keep_last
         self.export, self.export_dtype = export, export_dtype
@@ -85,6 +85,11 @@ class RolloutCheckpoint(ModelCheckpoint):
             if self.export:
                 trainer.strategy.remove_checkpoint(old.removesuffix(self.FILE_EXTENSION))
         return path
+
+    def save_now(self, trainer: pl.Trainer) -> str:
+        """Save a checkpoint, unless that is done for this step; return its path (all ranks call it together)."""
+        done = self._last_global_step_saved == trainer.global_step
+        return self.last_model_path if done else self.save(trainer)
 
     @property
     @override

@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import MLFlowLogger, TensorBoardLogger
 from typing_extensions import override
 
-from lightrl.arguments import check_choice
+from lightrl.arguments import check_at_least_one, check_choice
 from lightrl.callbacks.sample_table import spread
 from lightrl.distributed import all_objects
 from lightrl.packing import StepBatch
@@ -47,8 +47,7 @@ class RolloutLogger(Callback):
     def __init__(
         self, every_n_steps: int = 50, rows: int | None = 8, file: Literal["jsonl", "parquet"] | None = "jsonl"
     ) -> None:
-        if every_n_steps < 1 or (rows is not None and rows < 1):
-            raise ValueError(f"every_n_steps={every_n_steps}, rows={rows}: both must be at least 1")
+        check_at_least_one(every_n_steps=every_n_steps, rows=rows)
         if file is not None:
             check_choice("file", file, tuple(FILES))
         self.every_n_steps, self.rows, self.file = every_n_steps, rows, file

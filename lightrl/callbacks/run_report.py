@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from typing_extensions import override
 
+from lightrl.arguments import check_at_least_one
 from lightrl.report.page import write_report
 
 if TYPE_CHECKING:
@@ -31,8 +32,7 @@ class RunReport(Callback):
     """
 
     def __init__(self, every_n_steps: int | None = None) -> None:
-        if every_n_steps is not None and every_n_steps < 1:
-            raise ValueError(f"every_n_steps={every_n_steps} must be at least 1")
+        check_at_least_one(every_n_steps=every_n_steps)
         self.every_n_steps = every_n_steps
         self._folder: Path | None = None
 

@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_only
 from typing_extensions import override
 
+from lightrl.arguments import check_at_least_one
 from lightrl.packing import StepBatch
 from lightrl.types import Rollout
 
@@ -31,8 +32,7 @@ class SampleTable(Callback):
     """
 
     def __init__(self, every_n_steps: int = 50, rows: int = 4, file: TextIO | None = None) -> None:
-        if every_n_steps < 1 or rows < 1:
-            raise ValueError(f"every_n_steps={every_n_steps}, rows={rows}: both must be at least 1")
+        check_at_least_one(every_n_steps=every_n_steps, rows=rows)
         self.every_n_steps, self.rows, self.file = every_n_steps, rows, file
 
     @override

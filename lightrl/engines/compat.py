@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from lightrl.distributed import drop_lone_group
+from lightrl.optional import not_installed
 
 _DEFAULTS = {
     "VLLM_LOGGING_LEVEL": "WARNING",
@@ -60,10 +61,7 @@ def import_vllm() -> Any:
         with ThreadPoolExecutor(1) as thread:
             vllm = thread.submit(_load).result()
     except ImportError as error:
-        raise ValueError(
-            "this strategy needs vLLM, which is not installed here: pip install 'lightrl-trainer[vllm]' on "
-            f"a GPU machine or 'lightrl-trainer[cpu]' on a CPU; strategy='colocated_hf' works without it. ({error})"
-        ) from error
+        raise not_installed("vllm", "the vLLM engine", error) from error
     _silence()
     return vllm
 
@@ -75,6 +73,13 @@ def _load() -> Any:
 
     vllm.LLM  # noqa: B018 (imported when it is first asked for)
     return vllm
+
+
+def sampling_params(**arguments: Any) -> Any:
+    """Return vLLM's ``SamplingParams``."""
+    from vllm import SamplingParams
+
+    return SamplingParams(**arguments)
 
 
 @contextmanager
@@ -220,11 +225,13 @@ def _drop_groups() -> None:
 def add_request(engine: Any, name: str, prompt_ids: list[int], params: Any, cache_salt: str | None = None) -> None:
     """Hand a request to a running ``LLMEngine``, in the form that its version wants a prompt of token ids in.
 
-    Requests share cached attention states only with those of the same ``cache_salt``.
+    One output comes back, when it has ended. Requests share cached attention states only with those of the same
+    ``cache_salt``.
     """
-    from vllm.inputs import TokensPrompt
+    from vllm.sampling_params import RequestOutputKind
 
-    prompt: Any = TokensPrompt(prompt_token_ids=prompt_ids)
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    prompt: Any = {"prompt_token_ids": prompt_ids}
     if cache_salt is not None:
         prompt["cache_salt"] = cache_salt
     renderer: Any = getattr(engine, "renderer", None)

@@ -77,10 +77,8 @@ class ContinuousEngine:
         Raises:
             ValueError: vLLM refuses it, for example because it is too long.
         """
-        from vllm import SamplingParams
-
         with compat.refusals():
-            params = SamplingParams(
+            params = compat.sampling_params(
                 max_tokens=request.max_tokens,
                 temperature=request.temperature,
                 top_p=request.top_p,
@@ -94,13 +92,10 @@ class ContinuousEngine:
         self._changes[request.id] = []
 
     def _add(self, request_id: str, ids: list[int], params: Any) -> None:
-        from vllm.sampling_params import RequestOutputKind
-
         # vLLM looks at token ids only where it has a tokenizer; the model would fail on them, and the engine with it.
         vocab_size = self.llm.llm_engine.model_config.get_vocab_size()
         if wrong := [i for i in ids if not 0 <= i < vocab_size]:
             raise ValueError(f"token id {wrong[0]} is outside the vocabulary of {vocab_size}")
-        params.output_kind = RequestOutputKind.FINAL_ONLY
         # The salt keeps a new request from attention states that older weights computed.
         compat.add_request(self.llm.llm_engine, request_id, ids, params, cache_salt=str(self._loads))
 
@@ -211,13 +206,11 @@ class ContinuousEngine:
         Raises:
             ValueError: vLLM refuses one of them.
         """
-        from vllm import SamplingParams
-
         ids = [f"{_SCORE_ID}-{i}" for i in range(len(sequences))]
         try:
             with compat.refusals():
                 for request_id, sequence in zip(ids, sequences, strict=True):
-                    self._add(request_id, sequence, SamplingParams(**SCORE))
+                    self._add(request_id, sequence, compat.sampling_params(**SCORE))
         except ValueError:
             self.llm.llm_engine.abort_request(ids)  # those before it
             raise

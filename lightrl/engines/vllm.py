@@ -112,23 +112,20 @@ class VLLMEngine:
         return [[_completion(sample, policy_version) for sample in samples] for samples in own]
 
     def _sample(self, prompts: list[list[int]], seeds: list[int], sampling: Sampling) -> list[list[Any]]:
-        from vllm import SamplingParams
-
         n, options = sampling.num_completions, _options(sampling)
         if not seeds:
-            outputs = self._run(prompts, SamplingParams(n=n, **options), derive_seed(sampling.seed, self._tp_index))
+            params = compat.sampling_params(n=n, **options)
+            outputs = self._run(prompts, params, derive_seed(sampling.seed, self._tp_index))
             return [list(o.outputs) for o in outputs]
         # A request with n > 1 would give its samples seed + i, which collides between prompts.
-        params = [SamplingParams(n=1, seed=derive_seed(s, i), **options) for s in seeds for i in range(n)]
-        outputs = self._run([p for p in prompts for _ in range(n)], params, sampling.seed)
+        each = [compat.sampling_params(n=1, seed=derive_seed(s, i), **options) for s in seeds for i in range(n)]
+        outputs = self._run([p for p in prompts for _ in range(n)], each, sampling.seed)
         flat = [o.outputs[0] for o in outputs]
         return [flat[i : i + n] for i in range(0, len(flat), n)]
 
     def _run(self, prompts: list[list[int]], params: Any, seed: int) -> list[Any]:
-        from vllm.inputs import TokensPrompt
-
         with torch.no_grad(), forked_rng(seed):
-            return self.llm.generate([TokensPrompt(prompt_token_ids=p) for p in prompts], params, use_tqdm=False)  # type: ignore[no-any-return]
+            return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)  # type: ignore[no-any-return]
 
     @contextmanager
     def session(self, sampling: Sampling, policy_version: int) -> Iterator[VLLMSession]:
@@ -143,9 +140,7 @@ class VLLMEngine:
 
     def score(self, sequences: list[list[int]]) -> list[Tensor]:
         """See :class:`~lightrl.engines.base.Engine`."""
-        from vllm import SamplingParams
-
-        params = SamplingParams(**SCORE)
+        params = compat.sampling_params(**SCORE)
         return [prompt_logprobs(o, ids) for ids, o in zip(sequences, self._run(sequences, params, 0), strict=True)]
 
     def load_weights(self, weights: Weights) -> None:

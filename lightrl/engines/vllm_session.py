@@ -48,15 +48,7 @@ class VLLMSession:
         return ended
 
     def _add(self, name: str, request: Request) -> None:
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
-        params = SamplingParams(
-            n=1,
-            seed=request.seed,
-            output_kind=RequestOutputKind.FINAL_ONLY,
-            **{**self._options, "max_tokens": request.max_tokens},
-        )
+        params = compat.sampling_params(n=1, seed=request.seed, **{**self._options, "max_tokens": request.max_tokens})
         compat.add_request(self._engine, name, request.prompt_ids, params)
         self._running.add(name)
 

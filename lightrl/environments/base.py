@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from lightrl.arguments import check_at_least_one
 from lightrl.rewards.base import import_callable
 from lightrl.types import Prompt
-
-Observation = str | Sequence[dict[str, Any]] | Sequence[int]
-"""Text, chat messages or token ids."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +98,7 @@ class Episodes:
             raise ValueError(
                 f"environment={made!r} cannot be called: give a class or function that makes an environment of a prompt"
             )
-        for name, value in {"max_turns": max_turns, "max_steps_at_once": max_steps_at_once}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
-        if max_turn_tokens is not None and max_turn_tokens < 1:
-            raise ValueError(f"max_turn_tokens={max_turn_tokens} must be at least 1, or None for no limit of its own")
+        check_at_least_one(max_turns=max_turns, max_turn_tokens=max_turn_tokens, max_steps_at_once=max_steps_at_once)
         if not step_timeout > 0:
             raise ValueError(f"step_timeout={step_timeout} must be more than 0 seconds")
         self.environment: EnvironmentFactory = made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 END_SECONDS = 3.0
@@ -80,6 +80,18 @@ class LoopThread:
             raise TimeoutError(f"{what} did not end within {timeout:g} s")
         finally:
             task.cancel()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait, on the loop, until ``condition`` holds; it is looked at after every :meth:`changed`."""
+        assert self._changed is not None
+        async with self._changed:
+            await self._changed.wait_for(condition)
+
+    async def changed(self) -> None:
+        """Wake whoever waits in :meth:`until`."""
+        assert self._changed is not None
+        async with self._changed:
+            self._changed.notify_all()
 
     def fail(self, error: BaseException) -> None:
         """End the run: whoever waits in :meth:`call`, now or later, gets ``error``."""

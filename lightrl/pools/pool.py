@@ -175,12 +175,6 @@ class EnginePool(LoopThread):
                 await self._update(engine)
         await self.until(lambda: any(e.serving and e.pushed >= number for e in self._engines))
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until ``condition`` holds; it is looked at whenever an engine's state changes."""
-        assert self._changed is not None
-        async with self._changed:
-            await self._changed.wait_for(condition)
-
     async def _start(self) -> None:
         self._context = zmq.asyncio.Context()
         self._engines = [Member(i) for i in range(self.launcher.num_engines)]
@@ -279,9 +273,7 @@ class EnginePool(LoopThread):
 
     async def _set(self, engine: Member, serving: bool | None = None) -> None:
         engine.serving = engine.serving if serving is None else serving
-        assert self._changed is not None
-        async with self._changed:
-            self._changed.notify_all()
+        await self.changed()
         for listener in self.listeners:
             listener()
 

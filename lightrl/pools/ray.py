@@ -12,6 +12,7 @@ import traceback
 from typing import Any
 
 from lightrl.engines import secure
+from lightrl.optional import import_optional
 
 _RETRY_SECONDS = 0.5
 _NOTICE_SECONDS = 3.0
@@ -69,7 +70,7 @@ class RayLauncher:
     owns = True
 
     def __init__(self, num_engines: int = 1, num_gpus: int = 0, timeout: float = 600.0) -> None:
-        self._ray = _import_ray()
+        self._ray = import_optional("ray", "pool='ray'")
         self.num_engines, self.timeout = num_engines, timeout
         self.token = secure.new_token()
         self._connected = not self._ray.is_initialized()
@@ -162,17 +163,6 @@ class RayLauncher:
         self._serving.clear()
         if self._connected:
             self._ray.shutdown()
-
-
-def _import_ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise ValueError(
-            "pool='ray' needs Ray, which is not installed here: pip install 'lightrl-trainer[ray]'; pool='local' works "
-            f"without it. ({error})"
-        ) from error
-    return ray
 
 
 def _connect(ray: Any) -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+from lightrl.optional import import_optional
+
 DATASETS, GYM = "datasets:", "gym:"
 _DATASET = re.compile(r"(?P<name>[^:]+)(:(?P<config>[^:\[\]]+))?:(?P<split>[^:\[\]]+(\[[^\]]*\])?)")
 
@@ -26,7 +28,7 @@ def read_datasets(spec: str) -> list[Any]:
     found = _DATASET.fullmatch(spec.removeprefix(DATASETS))
     if found is None:
         raise ValueError(f"{spec!r} names no data: write 'datasets:NAME:SPLIT' or 'datasets:NAME:CONFIG:SPLIT'")
-    datasets = _import("datasets", "datasets")
+    datasets = import_optional("datasets", repr(spec))
     name, config, split = found["name"], found["config"], found["split"]
     try:
         if (Path(name) / "dataset_dict.json").is_file():
@@ -63,7 +65,7 @@ def gym_rows(task: str, size: int = 500, seed: int = 0, **config: Any) -> list[d
 
 def gym_task(task: str, **config: Any) -> Any:
     """Return a task of ``reasoning-gym``; raises like :func:`gym_rows`."""
-    gym, names = _import("reasoning_gym", "gym"), _gym_names()
+    gym, names = import_optional("reasoning_gym", f"the task {task!r}"), _gym_names()
     if task not in names:
         near = difflib.get_close_matches(task, names, n=3)
         raise ValueError(f"reasoning-gym has no task {task!r}: did you mean one of {near or list(names)[:8]}?")
@@ -85,7 +87,7 @@ def read_gym(spec: str) -> list[dict[str, Any]]:
 
 @cache
 def _gym_names() -> tuple[str, ...]:
-    return tuple(sorted(_import("reasoning_gym.factory", "gym").DATASETS))
+    return tuple(sorted(import_optional("reasoning_gym.factory", "a task").DATASETS))
 
 
 def _literal(text: str) -> Any:
@@ -93,12 +95,3 @@ def _literal(text: str) -> Any:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
-
-
-def _import(module: str, extra: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        raise ValueError(f"{error.name} is not installed: pip install 'lightrl-trainer[{extra}]'") from error

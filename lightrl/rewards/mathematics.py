@@ -2,11 +2,11 @@ r"""Mathematical equality: ``\frac{1}{2}`` is ``0.5`` (extra ``math``)."""
 
 from __future__ import annotations
 
-import importlib.util
 import warnings
 from pathlib import Path
 from typing import Any
 
+from lightrl.optional import require_optional
 from lightrl.rewards.extract import boxed_answer, has_box
 from lightrl.rewards.killable import ChildPool
 from lightrl.rewards.pool import RewardTimeoutError
@@ -40,8 +40,7 @@ class MathMatch:
 
     def __call__(self, completion: str, ground_truth: Any) -> float:
         """Return 1.0 or 0.0."""
-        if importlib.util.find_spec("math_verify") is None:
-            raise ValueError("math-verify is not installed: pip install 'lightrl-trainer[math]'")
+        require_optional("math_verify", "math_match")
         gold = _bare(str(ground_truth)) if ground_truth is not None else ""
         if not gold:
             raise ValueError(f"ground_truth={ground_truth!r} is no answer to compare with: correct the row.")

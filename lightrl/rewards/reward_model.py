@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from lightrl.arguments import check_at_least_one
+
 
 class RewardModel:
     """Scores completions with a sequence classifier, in batches.
@@ -40,8 +42,7 @@ class RewardModel:
     ) -> None:
         from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-        if batch_size < 1 or (max_tokens is not None and max_tokens < 1):
-            raise ValueError(f"batch_size={batch_size} and max_tokens={max_tokens} must be at least 1")
+        check_at_least_one(batch_size=batch_size, max_tokens=max_tokens)
         # Its __name__ and logged metric are the class's: two models want a mapping of name to reward.
         self.batch_size, self.max_tokens = batch_size, max_tokens
         local = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if device == "cuda" else device

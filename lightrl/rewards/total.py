@@ -58,8 +58,9 @@ class RewardSum:
         timeout: Seconds that one call may take.
         workers: Threads that run calls.
         on_error: What becomes of a call that raises, takes too long, or returns NaN or infinity: ``"raise"`` raises and
-            names it, ``"exclude"`` gives its completions no total (a sum without the term would be held against whole ones),
-            counts them in :attr:`failures` and warns once a function. A result of the wrong type or length always raises.
+            names it, ``"exclude"`` gives its completions no total (a sum without the term would be held against whole
+            ones), counts them in :attr:`failures` and warns once a function. A result of the wrong type or length
+            always raises.
         max_async_calls: How many calls of async rewards run at the same time.
 
     Raises:
@@ -169,9 +170,7 @@ class RewardSum:
         # An error stops the others, so it comes before what they would have returned.
         return sorted(ended, key=lambda pair: pair[1].error is None)
 
-    def _values(
-        self, call: _Call, outcome: Outcome, texts: Sequence[str], prompts: Sequence[Prompt]
-    ) -> list[Any]:
+    def _values(self, call: _Call, outcome: Outcome, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Any]:
         n = len(call.positions)
         if outcome.error is not None:
             self._failed(call.term, call.positions, texts, prompts, outcome.error)

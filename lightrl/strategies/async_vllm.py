@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightrl.arguments import check_at_least_one
 from lightrl.distributed import all_objects, from_rank_zero, rank
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.messages import EngineSpec
@@ -115,9 +116,7 @@ class AsyncVLLMStrategy(RolloutStrategy):
                 f"sync_every={sync_every} leaves weights {sync_every - 1} steps old, more than "
                 f"max_staleness={max_staleness}: lower the one or raise the other"
             )
-        for name, value in {"num_engines": num_engines, "tensor_parallel_size": tensor_parallel_size}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} must be at least 1")
+        check_at_least_one(num_engines=num_engines, tensor_parallel_size=tensor_parallel_size)
         if isinstance(pool, str) and pool not in ("local", "ray"):
             raise ValueError(f"pool={pool!r} is neither 'local', 'ray' nor a list of addresses")
         check_transport(transport)

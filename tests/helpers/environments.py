@@ -5,11 +5,13 @@ from typing import Any
 from lightning.pytorch import Callback
 from transformers import PreTrainedTokenizerFast
 
+from lightrl import RLModule
 from lightrl.distributed import rank
 from lightrl.environments import Done, Turn
 from lightrl.types import Prompt, Rollout
 from tests.helpers.fits import plain_copy
 from tests.helpers.tiny import tiny_tokenizer
+from tests.helpers.training import quiet_trainer, tiny_data, tiny_module
 
 CHAT = (
     "{% for m in messages %}{{ {'user': 'w3 ', 'tool': 'w4 ', 'assistant': 'w5 '}[m['role']] }}{{ m['content'] }}"
@@ -76,3 +78,19 @@ class Rollouts(Callback):
 
     def on_validation_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int, *_: Any) -> None:
         self.validated += batch.rollouts
+
+
+def play(environment: Any, module: RLModule | None = None, *, prompts: Any = None, **args: Any) -> Rollouts:
+    """Fit one step or as many as are asked for and return what was trained on."""
+    watch = Rollouts(copies=True)
+    trainer = {"max_steps": args.pop("max_steps", 1), "strategy": args.pop("strategy", "colocated_hf")}
+    data = tiny_data(prompts, args.pop("reward", None), environment=environment, **{"max_completion_tokens": 24} | args)
+    quiet_trainer(callbacks=[watch], **trainer).fit(module or tiny_module(), data)
+    return watch
+
+
+def turns_of(rollout: Rollout) -> list[tuple[int, int, bool]]:
+    """(start, end, of the model) of each piece of a completion, by its loss mask."""
+    mask = rollout.loss_mask.tolist()
+    cuts = [0, *(i for i in range(1, len(mask)) if mask[i] != mask[i - 1]), len(mask)]
+    return [(a, b, mask[a]) for a, b in zip(cuts, cuts[1:], strict=False)]

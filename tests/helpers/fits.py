@@ -1,19 +1,18 @@
 """Short runs of the whole straight line on a tiny model, and a witness of what its engine did."""
 
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, Trainer
-from torch.distributed.tensor import DTensor
 from transformers import Qwen3ForCausalLM
 
 from lightrl import RLModule, RolloutDataModule
 from lightrl.datamodule import SizedLoader
 from lightrl.types import Completion, Rollout, RolloutBatch, Sampling
 from tests.conftest import destroy_process_group, distributed_environment, process_group_is_up, restore_environment
+from tests.helpers import training
 from tests.helpers.tiny import by_hand, tiny_prompts, tiny_tokenizer
 
 BAR = 1e-4
@@ -21,15 +20,7 @@ BAR = 1e-4
 
 
 def quiet_trainer(strategy: Any = "colocated_vllm", **args: Any) -> Trainer:
-    quiet = {
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-        "num_sanity_val_steps": 0,
-        "default_root_dir": tempfile.gettempdir(),  # not the repository
-    }
-    return Trainer(strategy=strategy, accelerator="cpu", **{"devices": 1, **quiet, **args})
+    return training.quiet_trainer(strategy=strategy, **args)
 
 
 def share_of_even_words(completion: str, ground_truth: Any) -> float:
@@ -51,8 +42,7 @@ def tiny_data(prompts: Any = None, **args: Any) -> RolloutDataModule:
 
 def whole_weights(module: Any) -> dict[str, torch.Tensor]:
     """The policy's parameters, unsharded copies (a collective)."""
-    parameters = {n: p.detach() for n, p in module.policy.named_parameters()}
-    return {n: p.full_tensor().clone() if isinstance(p, DTensor) else p.clone() for n, p in parameters.items()}
+    return training.weights(module.policy)
 
 
 def plain_copy(module: Any) -> Qwen3ForCausalLM:

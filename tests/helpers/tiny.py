@@ -7,7 +7,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from lightrl.types import Rollout
+from lightrl.types import Prompt, Rollout, RolloutBatch, RolloutGroup
 
 VOCAB = 32
 SMALL = {
@@ -97,3 +97,13 @@ def by_hand(model: Any, prompt: list[int], completion: list[int], temperature: f
         logits = model(torch.tensor([prompt + completion[:j]])).logits[0, -1]
         found.append((logits.double() / temperature).log_softmax(-1)[token])
     return torch.stack(found).float()
+
+
+def batch_of(rollouts: list[Rollout], temperature: float = 1.0) -> RolloutBatch:
+    groups = [[r for r in rollouts if r.group_id == g] for g in sorted({r.group_id for r in rollouts})]
+    return RolloutBatch([RolloutGroup(Prompt([1]), g) for g in groups], temperature=temperature)
+
+
+def row(i: int) -> str:
+    """A prompt of two words, another for each i below 261."""
+    return f"w{3 + i // 9} w{3 + i % 9}"

@@ -4,10 +4,11 @@ import tempfile
 from typing import Any
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from torch.distributed.tensor import DTensor
 
-from lightrl import RLModule, RolloutDataModule
+from lightrl import RLModule, RolloutBatch, RolloutDataModule
+from lightrl.packing import StepBatch
 from tests.helpers.tiny import tiny_model, tiny_prompts, tiny_tokenizer
 
 
@@ -50,3 +51,34 @@ def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+class Steps(Callback):
+    """What was trained on and logged, step by step, and what was validated."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepBatch] = []
+        self.logged: list[dict[str, float]] = []
+        self.validated: list[RolloutBatch] = []
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: StepBatch, batch_idx: int) -> None:
+        self.steps.append(batch)
+        self.logged.append({name: float(v) for name, v in trainer.callback_metrics.items()})
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        self.validated.append(batch)
+
+    @property
+    def trained(self) -> list[list[tuple[int, ...]]]:
+        """Each step's prompts, once for each group."""
+        return [list(dict.fromkeys(tuple(r.prompt_ids) for r in s.rollouts)) for s in self.steps]
+
+    @property
+    def sampled(self) -> list[list[tuple[int, ...]]]:
+        return [[(*r.prompt_ids, -1, *r.completion_ids) for r in s.rollouts] for s in self.steps]
+
+
+def fit(data: Any, module: Any = None, **args: Any) -> Steps:
+    steps = Steps()
+    quiet_trainer(callbacks=[steps], **args).fit(module or tiny_module(), data)
+    return steps
