@@ -49,7 +49,7 @@ bench: $(READY) ## every benchmark that this machine can run
 	$(PYTHON) -m benchmarks
 
 docs: $(READY) ## the documentation's pages, into site/
-	$(PYTHON) -m mkdocs build
+	$(PYTHON) -m mkdocs build --strict
 
 clean: ## remove the environment and what runs left behind
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache lightning_logs runs site

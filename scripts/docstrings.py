@@ -5,7 +5,7 @@ from typing import Any
 
 import griffe
 
-_ROLE = re.compile(r":(?:class|func|meth|mod|data):`~?([\w.]+)`")
+_ROLE = re.compile(r":(?:class|func|meth|mod|data|attr):`~?([\w.]+)`")
 _EXAMPLE = re.compile(r"^Example:$", re.MULTILINE)
 _PROGRAM = re.compile(r"^Example::\n\n((?:    .*\n?|\n)+)", re.MULTILINE)
 

@@ -147,6 +147,25 @@ def test_commands_exist_and_take_their_options(page: str, folder: Path, monkeypa
                 check(words, folder, monkeypatch)
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "make nothing",
+        "pip install '.[nothing]'",
+        "lightrl fit -c config.yaml --model.lrr 1",
+        "lightrl plan --generate 8 --device 8",
+        "python nowhere.py",
+        "python -m lightrl.export a.ckpt folder --dtyp float32",
+        "torchrun --nproc-per-host 4 config.yaml",
+        "rm -rf folder",
+    ],
+)
+def test_what_is_wrong_is_found(line: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (words,) = commands(line)
+    with pytest.raises((AssertionError, pytest.fail.Exception, SystemExit)):
+        check(words, folder, monkeypatch)
+
+
 def allowance(words: list[str]) -> str | None:
     return next((start for start in ALLOWED if words[: len(start.split())] == start.split()), None)
 
