@@ -50,8 +50,16 @@ def shard_model(
         device: of this rank.
         reshard_after_forward: free gathered layers after their forward pass.
         offload: keep the shards in CPU memory.
+
+    Raises:
+        ValueError: it was sharded for another precision before.
     """
     if isinstance(model, FSDPModule):
+        if (before := model.sharded_for) != precision:
+            raise ValueError(
+                f"precision={precision!r}, and this model has been trained in {before!r}: make a new RLModule for "
+                "another precision (load_from_checkpoint keeps what it has learned)"
+            )
         return
     if precision == "bf16-true":
         model.to(torch.bfloat16)
@@ -74,5 +82,6 @@ def shard_model(
         fully_shard(layer, reshard_after_forward=reshard, **options)
     # By default the root keeps what it has gathered, which is the device's memory that offloading is to save.
     fully_shard(model, reshard_after_forward=True if offload else None, **options)
+    model.sharded_for = precision  # type: ignore[assignment]
     if not offload:
         model.to(device)

@@ -84,7 +84,7 @@ class RLModule(ModelsModule):
 
     def __init__(
         self,
-        model: str | Path | PreTrainedModel,
+        model: PreTrainedModel | str | Path,
         lr: float = 1e-6,
         betas: tuple[float, float] = (0.9, 0.99),
         weight_decay: float = 0.0,

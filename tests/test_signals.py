@@ -116,7 +116,7 @@ def test_slurm_requeues_after_the_step_and_the_next_job_goes_on(tmp_path: Path) 
     assert code == 143, said
     assert (tools / "asked").read_text() == "requeue 77\n"
     assert (folder / "hpc_ckpt_1.ckpt").exists()
-    code, said, _ = run(folder, "none", "", 1, **env)
+    code, said, _ = run(folder, "none", "", 1, "last", **env)
     assert code == 0, said
     assert_equal(right, folder, 1)
 

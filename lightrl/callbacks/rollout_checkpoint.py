@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lightning.fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
@@ -111,4 +112,6 @@ class RolloutCheckpoint(ModelCheckpoint):
         # Private, but what fit(ckpt_path="last") asks: Lightning's looks for a second copy under the name "last".
         named = super()._find_last_checkpoints(trainer)
         own = Path(self.dirpath).glob(f"step=*{self.FILE_EXTENSION}") if self.dirpath else ()
-        return named | {str(p) for p in own if _NAME.match(p.stem)}
+        # What SLURM's requeue signal saved: Lightning takes it where no path is given, and here it may be the newest.
+        requeued = trainer._checkpoint_connector._hpc_resume_path if SLURMEnvironment.detect() else None
+        return named | {str(p) for p in own if _NAME.match(p.stem)} | ({requeued} if requeued else set())

@@ -18,7 +18,8 @@ RewardFunction = Callable[..., Any]
 """``reward(completion, ground_truth, **columns) -> float | None``, batched if it takes ``completions``, maybe async."""
 
 RewardLike = str | RewardFunction
-RewardSpec = RewardLike | Sequence[RewardLike] | Mapping[str, RewardLike | tuple[RewardLike, float]]
+# Functions last: jsonargparse saves a value as the first kind that takes it, and a function is taken from anything.
+RewardSpec = Mapping[str, tuple[RewardLike, float] | RewardLike] | Sequence[RewardLike] | RewardLike
 
 
 VERL_COMPLETION = "solution_str"
@@ -117,6 +118,8 @@ def make_terms(rewards: RewardSpec, weights: Sequence[float] | None = None) -> l
 
 def _named_rewards(rewards: RewardSpec) -> list[tuple[str | None, Any]]:
     if isinstance(rewards, Mapping):
+        if set(rewards) == {"class_path"}:  # a config file's class without arguments, which looks like one
+            return [(None, import_reward(str(rewards["class_path"]))())]
         return list(rewards.items())
     if isinstance(rewards, list | tuple):
         return [(None, reward) for reward in rewards]

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -149,6 +150,7 @@ class RolloutStrategy(WatchedStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
+        _check_callbacks(trainer)
         self._trainer = trainer
         self._pushed_version = self._due_since = None
         module: Any = self.lightning_module
@@ -200,3 +202,22 @@ class RolloutStrategy(WatchedStrategy):
             group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
             for param in group.fsdp_params if group is not None else ():
                 param.unsharded_accumulated_grad = None
+
+
+def _check_callbacks(trainer: pl.Trainer) -> None:
+    """Refuse callbacks of Lightning's that would spoil a run without a word, or end it late.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        name = type(callback).__name__
+        if isinstance(callback, StochasticWeightAveraging | WeightAveraging):
+            raise ValueError(
+                f"{name} cannot average weights that FSDP2 has sharded: take the mean of exported checkpoints instead"
+            )
+        if isinstance(callback, GradientAccumulationScheduler) and set(callback.scheduling.values()) != {1}:
+            raise ValueError(
+                f"{name}({callback.scheduling}): one batch is already one whole optimizer step. Its size is the "
+                "datamodule's prompts_per_step"
+            )

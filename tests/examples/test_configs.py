@@ -52,6 +52,7 @@ def test_each_runs_dry_and_short(name: str, project: Path) -> None:
     assert (run / "rollouts.jsonl").is_file()
     kept = yaml.safe_load((run / "config.yaml").read_text())
     assert kept["trainer"]["strategy"] == "colocated_hf"
+    assert main(["fit", "-c", str(run / "config.yaml"), "--trainer.fast_dev_run", "true"]) == 0, "as it was saved"
 
 
 @pytest.mark.vllm

@@ -28,6 +28,12 @@ def test_b24_a_pattern_that_backtracks_holds_up_nobody() -> None:
     assert [s.terms["length"] for s in found] == [61.0, 2.0]
 
 
+def test_a_config_files_class_without_arguments_is_one_reward() -> None:
+    assert [term.name for term in RewardSum({"class_path": "lightrl.rewards.RepetitionPenalty"}).terms] == [
+        "RepetitionPenalty"
+    ]
+
+
 @pytest.mark.parametrize(("tokens", "reward"), [(0, 0.0), (4, 0.0), (5, -0.25), (7, -0.75), (8, -1.0), (99, -1.0)])
 def test_length_penalty(tokens: int, reward: float) -> None:
     assert LengthPenalty(free=4, limit=8)("", completion_ids=[5] * tokens) == reward

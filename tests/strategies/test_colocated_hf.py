@@ -158,6 +158,14 @@ def test_fast_dev_run_is_one_step() -> None:
     assert trainer.global_step == 1
 
 
+def test_a_module_stays_with_the_precision_that_it_was_trained_in() -> None:
+    module = RLModule(tiny_model())
+    quiet_trainer("colocated_hf", max_steps=1, precision="bf16-mixed").fit(module, tiny_data())
+    with pytest.raises(ValueError, match="trained in 'bf16-mixed': make a new RLModule"):
+        quiet_trainer("colocated_hf", max_steps=1).fit(module, tiny_data())
+    quiet_trainer("colocated_hf", max_steps=1, precision="bf16-mixed").fit(module, tiny_data())
+
+
 def test_training_needs_the_whole_distribution() -> None:
     with pytest.raises(ValueError, match=r"top_p=0\.9"):
         Sampling(4, top_p=0.9).for_training()
