@@ -11,7 +11,7 @@ endif
 TWO := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast coverage test-gpu lint format bench release-check clean
+.PHONY: help setup demo test test-fast coverage test-gpu lint format bench docs release-check clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -55,9 +55,12 @@ format: $(READY) ## rewrite the code in the house style
 bench: $(READY) ## every benchmark that this machine can run
 	$(PYTHON) -m benchmarks
 
+docs: $(READY) ## the documentation's pages, into site/
+	$(PYTHON) -m mkdocs build --strict
+
 release-check: $(READY) ## build the wheel, install it into a fresh environment, run the demo from it
 	@scripts/release_check.sh $(PYTHON)
 
 clean: ## remove the environment and what runs left behind
-	rm -rf $(VENV) .coverage* .mypy_cache .pytest_cache .ruff_cache lightning_logs runs
+	rm -rf $(VENV) .coverage* .mypy_cache .pytest_cache .ruff_cache lightning_logs runs site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

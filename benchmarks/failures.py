@@ -1,7 +1,4 @@
-"""One of two ranks raises, hangs or is killed at each named place: are all gone soon, and is it said why?
-
-``--kinds freeze`` stops a rank with SIGSTOP instead. Of rank 0, whose store answers nobody then, that goes unnoticed.
-"""
+"""One of two ranks raises, hangs, is killed or frozen (SIGSTOP) at each named place: do all end, and is it said why?"""
 
 import argparse
 import math
@@ -16,7 +13,7 @@ from benchmarks import Result
 
 DEADLINE, MARGIN = 5.0, 10.0
 LAST_SCREEN = 40
-KINDS = ("raise", "hang", "kill")
+KINDS = ("raise", "hang", "kill", "freeze")
 
 
 def once(folder: Path, strategy: str, fault: Any) -> tuple[list[Any], float]:

@@ -62,6 +62,8 @@ class Watch:
         self._store = _make_store(address) if self.ranks > 1 else None
         self._host, self._parent, self._beats = host_id(), os.getppid(), 0
         self._seen: dict[int, tuple[int, float]] = {}
+        self._turns = 0
+        self._beat_of_0: dict[str, Any] | None = None
         self._stopping, self._raised = threading.Event(), threading.Event()
         self._must_end: tuple[float, str] | None = None
         self._first: Failure | None = None
@@ -71,6 +73,8 @@ class Watch:
         """Begin."""
         self.phases.start()
         self._thread.start()
+        if self.rank:
+            threading.Thread(target=self._mind_store, name="lightrl-watch-store", daemon=True).start()
 
     def raised(self, error: BaseException) -> None:
         """Tell the others that this rank's main thread goes down with ``error``; note on it what failed before."""
@@ -110,6 +114,7 @@ class Watch:
         while not self._stopping.wait(_POLL):
             try:
                 failure = self._turn()
+                self._turns += 1
             except RuntimeError as error:  # DistError is one
                 failure = _store_lost(error)
             if self._stopping.is_set():
@@ -146,6 +151,20 @@ class Watch:
                 return Failure(peer, "gone", how)
         return None
 
+    def _mind_store(self) -> None:
+        """Notice a rank 0 that is frozen: whoever asks its store then waits without end."""
+        turns, quiet = -1, 0.0
+        while not self._stopping.wait(_POLL):
+            # Turns of this thread, not seconds: where the interpreter stands still, so does the count.
+            quiet = quiet + _POLL if turns == self._turns else 0.0
+            turns = self._turns
+            if quiet > max(self.silence, _STORE_SECONDS):
+                self._store = None
+                who = _put_down(self._beat_of_0, self._host)
+                self._first = Failure(0, "gone", f"{who}has answered nothing for {quiet:.0f} s")
+                self._end(self._first)
+                return
+
     def _publish(self) -> None:
         assert self._store is not None
         now = self.phases.now
@@ -163,28 +182,24 @@ class Watch:
         """Say how a rank is missing, if it is; one that is only silent is killed where that can be done."""
         beat = self._beat(peer)
         number = beat["beat"] if beat else 0
+        self._beat_of_0 = beat if peer == 0 else None
         if self._seen.get(peer, (-1, 0.0))[0] != number:
-            self._seen[peer] = (number, time.monotonic())
+            self._seen[peer] = number, time.monotonic()
         here = beat is not None and beat["host"] == self._host
         what = f"in phase {beat['phase']!r} of step {beat['step']}" if beat else "before its first heartbeat"
         if here and beat is not None and not is_alive(beat["pid"]):
             return f"(process {beat['pid']}) ended without a word, {what}: killed, perhaps for its memory"
         if time.monotonic() - self._seen[peer][1] < self.silence:
             return None
-        if here and beat is not None:
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(beat["pid"], signal.SIGKILL)
-        process = f"(process {beat['pid']}) " if beat else ""
-        return f"{process}has given no sign of life for {self.silence:.0f} s, {what}"
+        return f"{_put_down(beat, self._host)}has given no sign of life for {self.silence:.0f} s, {what}"
 
     def _waited_for(self, late: str) -> Failure:
         """Name the rank that has come least far: the others only wait for it."""
         beats = {r: b for r in range(self.ranks) if (b := self._beat(r))}
         slowest = min(beats, key=lambda r: (beats[r]["number"], beats[r]["waits"], r != self.rank))
         table = [f"  rank {r}: {b['phase']!r} for {b['seconds']:.0f} s, step {b['step']}" for r, b in beats.items()]
-        told = (
-            late if slowest == self.rank else f"in phase {beats[slowest]['phase']!r} while rank {self.rank} is {late}"
-        )
+        elsewhere = f"in phase {beats[slowest]['phase']!r} while rank {self.rank} is {late}"
+        told = late if slowest == self.rank else elsewhere
         return Failure(slowest, "late", "\n".join([f"hangs: it is {told}", *table]))
 
     def _report(self, failure: Failure) -> Failure:
@@ -249,8 +264,7 @@ class Watch:
 
     def _stack(self) -> str:
         frame = sys._current_frames().get(self.phases.thread)
-        lines = "".join(traceback.format_stack(frame)).splitlines() if frame else []
-        return "\n".join(lines[-_STACK_LINES:])
+        return "\n".join("".join(traceback.format_stack(frame)).splitlines()[-_STACK_LINES:]) if frame else ""
 
 
 def _make_store(address: str) -> Any:
@@ -260,6 +274,16 @@ def _make_store(address: str) -> Any:
     server = store(address, 0, is_master=True, **how) if rank() == 0 else None
     port = all_objects(server.port if server is not None else None)[0]
     return server or store(address, port, is_master=False, **how)
+
+
+def _put_down(beat: dict[str, Any] | None, host: str) -> str:
+    """Kill the process of a heartbeat, if it is on this host: it would never end. Return what to call it."""
+    if beat is None:
+        return ""
+    if beat["host"] == host:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(beat["pid"], signal.SIGKILL)
+    return f"(process {beat['pid']}) "
 
 
 def _say(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -25,14 +26,18 @@ def draw_curve(log_dir: str | Path, picture: str | Path | None = None, title: st
     with matplotlib.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         # A Figure of its own, not pyplot's: nobody's backend or open figures are touched.
         figure = Figure(figsize=(7, 4), layout="constrained")
-        axes = figure.subplots()
-        if TRAIN in scalars:
-            axes.plot(*scalars[TRAIN], color="#4c78a8", linewidth=1.3, label="training prompts, sampled")
-        if HELD_OUT in scalars:
-            axes.plot(*scalars[HELD_OUT], "o-", color="#f58518", markersize=5, label="held-out prompts")
-        axes.set(title=title, xlabel="optimizer step", ylabel="mean reward", ylim=(-0.02, 1.04))
-        axes.set_xlim(left=0)
-        axes.grid(axis="y", color="#dddddd", linewidth=0.7)
-        axes.legend(loc="lower right", frameon=False)
+        draw_rewards(figure.subplots(), scalars, title)
         figure.savefig(picture, dpi=150)
     return picture
+
+
+def draw_rewards(axes: Any, scalars: dict[str, Any], title: str) -> None:
+    """Draw both rewards into a matplotlib ``Axes``."""
+    if TRAIN in scalars:
+        axes.plot(*scalars[TRAIN], color="#4c78a8", linewidth=1.3, label="training prompts, sampled")
+    if HELD_OUT in scalars:
+        axes.plot(*scalars[HELD_OUT], "o-", color="#f58518", markersize=5, label="held-out prompts")
+    axes.set(title=title, xlabel="optimizer step", ylabel="mean reward", ylim=(-0.02, 1.04))
+    axes.set_xlim(left=0)
+    axes.grid(axis="y", color="#dddddd", linewidth=0.7)
+    axes.legend(loc="lower right", frameon=False)

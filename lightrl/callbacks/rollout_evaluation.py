@@ -39,8 +39,8 @@ class RolloutEvaluation(Callback):
             for example ``"lightrl.rewards.boxed_answer"``; None: the whole completion.
 
     Raises:
-        ValueError: a ``k`` is below 1 or above ``samples``, several samples are to be taken at temperature 0, or a
-            Trainer has two of these callbacks.
+        ValueError: a ``k`` is below 1 or above ``samples``, several samples are to be taken at temperature 0, a
+            Trainer has two of these callbacks, or its datamodule has no validation prompts.
     """
 
     def __init__(
@@ -95,6 +95,11 @@ class RolloutEvaluation(Callback):
             raise ValueError(
                 f"{len(twins)} RolloutEvaluation callbacks: they share the samples of one validation. Use one, with "
                 "k=[...] for several k"
+            )
+        data = getattr(trainer, "datamodule", None)
+        if getattr(data, "val_prompts", "another kind's own") is None:
+            raise ValueError(
+                "RolloutEvaluation has nothing to evaluate on: give RolloutDataModule val_prompts=, or leave it out"
             )
 
     @override

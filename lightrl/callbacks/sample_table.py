@@ -68,4 +68,5 @@ def spread(rollouts: list[Rollout], count: int) -> list[Rollout]:
 
 
 def _line(text: str) -> str:
-    return " ".join(text.split())
+    line = " ".join(text.split())
+    return "".join(c if c.isprintable() else "\ufffd" for c in line)  # escape sequences would reach the terminal

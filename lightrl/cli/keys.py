@@ -14,6 +14,16 @@ from typing import Any
 import yaml
 
 CLASS_KEYS = {"class_path", "init_args", "dict_kwargs"}
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    "batch_size": "prompts_per_step",
+    "num_generations": "group_size",
+    "max_completion_length": "max_completion_tokens",
+    "max_new_tokens": "max_completion_tokens",
+    "beta": "kl_coef",
+    "reward_funcs": "reward",
+}
+"""What other libraries call an argument of ours that is spelt quite differently."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +143,7 @@ def _in_options(arguments: list[str], keys: set[str]) -> Iterator[_Unknown]:
         name = name.replace(".init_args.", ".")
         ends = {k for k in keys if not any(other.startswith(f"{k}.") for other in keys)}
         nested = any(name.startswith(f"{k}.") for k in ends)  # of a class that another option chose
-        if option.startswith("--") and not nested and not any(k.startswith(name) for k in keys):
+        if option.startswith("--") and not nested and not any(f"{k}.".startswith(f"{name}.") for k in keys):
             yield _Unknown(name, tuple(keys))
 
 
@@ -141,6 +151,7 @@ def _meant(unknown: _Unknown, keys: Iterable[str]) -> str:
     """Return the nearest key: a sibling that is spelt like it, else the same name elsewhere, else nothing."""
     nearest = difflib.get_close_matches(unknown.key, unknown.siblings, n=1, cutoff=0.75)
     leaf = unknown.key.rpartition(".")[2]
+    leaf = _ELSEWHERE.get(leaf, leaf)
     same = sorted(k for k in keys if k.rpartition(".")[2] == leaf)
     close = _by_leaf(leaf, unknown.siblings)
     choice = next(iter([*(same if not close else []), *close, *nearest]), None)

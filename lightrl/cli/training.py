@@ -95,6 +95,17 @@ def new_file(out: str) -> Path:
     return path
 
 
+def checkpoint_path(path: str | None) -> None:
+    """Refuse a checkpoint that is not there; Lightning looks for it after everything is loaded.
+
+    Raises:
+        ValueError: ``path`` is neither there, nor an address, nor a word of Lightning's such as ``last``.
+    """
+    word = path is None or path in ("best", "last", "hpc") or path.startswith("registry") or "://" in path
+    if path is not None and not word and not Path(path).exists():
+        raise ValueError(f"ckpt_path={path!r} is not there: give a checkpoint's file or folder, or 'last'")
+
+
 class KeepConfig(SaveConfigCallback):
     """Saves the config into the folder of a training run; without a logger there is none."""
 
@@ -154,6 +165,7 @@ class CommandLine(LightningCLI):
     @override
     def instantiate_classes(self) -> None:
         try:
+            checkpoint_path(self.config[self.name].get("ckpt_path"))
             super().instantiate_classes()
         except ValueError as error:  # of an argument: what the constructors raise names it and the fix
             self._refuse(strategies(plain(str(error))))

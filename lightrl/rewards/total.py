@@ -14,13 +14,15 @@ from lightrl.rewards.event_loop import EventLoopThread
 from lightrl.rewards.pool import Outcome, RewardTimeoutError, run_calls
 from lightrl.types import Prompt
 
+_FAILED = object()
+
 
 @dataclass(slots=True)
 class Score:
     """What one completion got."""
 
     total: float | None = None
-    """Weighted sum of the terms that are not None; None where every term abstained."""
+    """Weighted sum of the terms that are not None; None where every term abstained, or one failed."""
     terms: dict[str, float | None] = field(default_factory=dict)
     """Each function's own value, before weights; None where it abstained or was excluded."""
 
@@ -56,8 +58,9 @@ class RewardSum:
         timeout: Seconds that one call may take.
         workers: Threads that run calls.
         on_error: What becomes of a call that raises, takes too long, or returns NaN or infinity: ``"raise"`` raises and
-            names it, ``"exclude"`` makes the term None for its completions, counts them in :attr:`failures` and warns
-            once a function. A result of the wrong type or length always raises.
+            names it, ``"exclude"`` gives its completions no total (a sum without the term would be held against whole
+            ones), counts them in :attr:`failures` and warns once a function. A result of the wrong type or length
+            always raises.
         max_async_calls: How many calls of async rewards run at the same time.
 
     Raises:
@@ -121,12 +124,16 @@ class RewardSum:
         if not texts:
             return scores
         calls = [call for term in self.terms for call in _make_calls(term, texts, prompts, completion_ids)]
+        failed: set[int] = set()
         with self._one_at_a_time:
             for call, outcome in self._run(calls):
                 for position, value in zip(call.positions, self._values(call, outcome, texts, prompts), strict=True):
-                    scores[position].terms[call.term.name] = value
-        for score in scores:
-            score.total = self._total(score.terms)
+                    if value is _FAILED:
+                        failed.add(position)
+                    else:
+                        scores[position].terms[call.term.name] = value
+        for position, score in enumerate(scores):
+            score.total = None if position in failed else self._total(score.terms)
         return scores
 
     def in_vain(self, prompts: Sequence[Prompt]) -> list[str]:
@@ -163,13 +170,11 @@ class RewardSum:
         # An error stops the others, so it comes before what they would have returned.
         return sorted(ended, key=lambda pair: pair[1].error is None)
 
-    def _values(
-        self, call: _Call, outcome: Outcome, texts: Sequence[str], prompts: Sequence[Prompt]
-    ) -> list[float | None]:
+    def _values(self, call: _Call, outcome: Outcome, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Any]:
         n = len(call.positions)
         if outcome.error is not None:
             self._failed(call.term, call.positions, texts, prompts, outcome.error)
-            return [None] * n
+            return [_FAILED] * n
         values = [outcome.value]
         if call.term.batched:
             try:
@@ -185,7 +190,7 @@ class RewardSum:
 
     def _value(
         self, term: RewardTerm, position: int, value: Any, texts: Sequence[str], prompts: Sequence[Prompt]
-    ) -> float | None:
+    ) -> Any:
         try:
             return check_value(value)
         except (TypeError, ValueError) as error:
@@ -196,7 +201,7 @@ class RewardSum:
             if isinstance(error, TypeError) or self.on_error == "raise":
                 raise bad from error
             self._failed(term, [position], texts, prompts, bad)
-            return None
+            return _FAILED
 
     def _failed(
         self,
@@ -214,7 +219,7 @@ class RewardSum:
         if self.on_error == "raise":
             raise RuntimeError(f"{facts}. on_reward_error='exclude' would leave such completions out.") from error
         if first:
-            warnings.warn(f"{facts}. It is left out there; further ones are only counted.", stacklevel=4)
+            warnings.warn(f"{facts}. It is left out of training; further ones are only counted.", stacklevel=4)
 
 
 def _make_calls(

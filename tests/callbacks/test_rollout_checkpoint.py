@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
-from lightrl import RLModule
+from lightrl import RLModule, Trainer
 from lightrl.callbacks import RolloutCheckpoint
 from tests.helpers.tiny import save_tiny, tiny_prompts
 from tests.helpers.training import equal, quiet_trainer, tiny_data, tiny_module, weights
@@ -34,6 +35,25 @@ def test_the_last_two_and_the_end_are_kept_also_over_a_resume(tmp_path: Path) ->
     resumed = fit(tmp_path / "b", 7, ckpt="last")
     assert names(tmp_path / "b") == ["step=6.ckpt", "step=7.ckpt"]
     assert equal(weights(resumed.policy), weights(unbroken.policy))
+
+
+def test_a_step_is_saved_once_and_a_signal_saves_what_is_not(tmp_path: Path) -> None:
+    saved: list[str] = []
+
+    class Told(Callback):
+        def on_train_end(self, trainer: Trainer, *_: Any) -> None:
+            saving.on_train_end(trainer, trainer.lightning_module)
+            before = (tmp_path / "step=3.ckpt").stat().st_ino
+            saved.append(saving.save_now(trainer))
+            assert (tmp_path / "step=3.ckpt").stat().st_ino == before
+            saving._last_global_step_saved = 2
+            saved.append(saving.save_now(trainer))
+            assert (tmp_path / "step=3.ckpt").stat().st_ino != before
+
+    saving = RolloutCheckpoint(tmp_path, every_n_steps=2)
+    trainer = quiet_trainer(max_steps=3, callbacks=[saving, Told()], enable_checkpointing=True)
+    trainer.fit(tiny_module(), tiny_data(tiny_prompts(12)))
+    assert saved == [str(tmp_path / "step=3.ckpt")] * 2
 
 
 def test_saving_in_the_background_ends_with_the_same_files(tmp_path: Path) -> None:

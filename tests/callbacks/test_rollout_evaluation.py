@@ -184,6 +184,11 @@ def test_two_evaluations_are_refused() -> None:
         trainer.validate(tiny_module(), tiny_data(val_prompts=tiny_prompts(1)), verbose=False)
 
 
+def test_an_evaluation_without_prompts_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing to evaluate on: give RolloutDataModule val_prompts="):
+        quiet_trainer(callbacks=[RolloutEvaluation(1)], max_steps=1).fit(tiny_module(), tiny_data())
+
+
 def test_an_evaluation_longer_than_the_context_is_refused() -> None:
     trainer = quiet_trainer(callbacks=[RolloutEvaluation(1, max_completion_tokens=128)])
     with pytest.raises(ValueError, match="max_completion_tokens=128 leaves no room for a prompt"):

@@ -36,6 +36,11 @@ def test_lines_run_from_worst_to_best() -> None:
     ]
 
 
+def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
+    rollout = Rollout([3], [5], torch.zeros(1), reward=1.0, text="a\x1b[2Jb\x9bc\u202ed \u00e9\u6f22")
+    assert sample_table([rollout], tiny_tokenizer(), 1).endswith("a\ufffd[2Jb\ufffdc\ufffdd \u00e9\u6f22")
+
+
 @pytest.mark.parametrize(
     ("count", "rows", "shown"),
     [(9, 4, [0, 2, 4, 8]), (9, 2, [0, 8]), (9, 1, [8]), (2, 4, [0, 1]), (1, 4, [0]), (3, 4, [0, 1, 2])],

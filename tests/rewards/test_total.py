@@ -267,7 +267,7 @@ def test_a_reward_that_exits_is_an_error_like_any_other(error: type[BaseExceptio
             values(reward, ["a"])
 
 
-def test_exclude_keeps_the_others_warns_once_and_counts() -> None:
+def test_exclude_leaves_out_what_has_but_a_part_of_its_terms_warns_once_and_counts() -> None:
     scorer = RewardSum([fails, len], on_error="exclude")
     with pytest.warns(
         UserWarning, match="'fails' failed on prompt row 10, completion 'a': ZeroDivisionError"
@@ -279,6 +279,7 @@ def test_exclude_keeps_the_others_warns_once_and_counts() -> None:
         {"fails": 1.0, "len": 1.0},
         {"fails": None, "len": 1.0},
     ]
+    assert [s.total for s in scores] == [None, 2.0, None]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         scorer.score(["a"], prompts(1))
