@@ -24,7 +24,7 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check -qq "$@"; }
 
 if nvidia-smi >/dev/null 2>&1; then
     echo "set-up: NVIDIA GPU found, installing the GPU build of vLLM into $venv"
-    pip install "${options[@]}" "$lightrl[vllm,math,gym,datasets,lora,ray,examples,test,dev,docs]" || fail "pip could not install the GPU build (see above)"
+    pip install "${options[@]}" "$lightrl[vllm,math,gym,datasets,lora,ray,test,dev,docs]" || fail "pip could not install the GPU build (see above)"
 else
     echo "set-up: no NVIDIA GPU found, installing the CPU build of vLLM into $venv"
     torch=$(grep '^torch==' requirements/cpu.txt)
