@@ -11,7 +11,7 @@ endif
 TWO := -n 2 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-fast test-gpu lint format bench docs clean
+.PHONY: help setup demo test test-fast coverage test-gpu lint format bench docs release-check clean
 
 help:
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' Makefile
@@ -32,6 +32,13 @@ test: $(READY) ## all tests that do not need a GPU
 test-fast: $(READY) ## the tests that take seconds
 	$(PYTHON) -m pytest -q -x $(TWO) -m "not vllm and not slow and not gpu"
 
+# Timing tests may fail while lines are counted: `make test` judges the tests, this one what they reach.
+coverage: $(READY) ## which lines of lightrl no test reaches, in any process (TESTS="..." for some tests)
+	$(PYTHON) -m coverage erase
+	-$(PYTHON) -m coverage run -m pytest -q $(TWO) -m "not gpu" $(TESTS)
+	$(PYTHON) -m coverage combine -q
+	$(PYTHON) -m coverage report
+
 test-gpu: $(READY) ## the tests that need an NVIDIA GPU
 	$(PYTHON) -m pytest -q -m gpu
 
@@ -51,6 +58,9 @@ bench: $(READY) ## every benchmark that this machine can run
 docs: $(READY) ## the documentation's pages, into site/
 	$(PYTHON) -m mkdocs build --strict
 
+release-check: $(READY) ## build the wheel, install it into a fresh environment, run the demo from it
+	@scripts/release_check.sh $(PYTHON)
+
 clean: ## remove the environment and what runs left behind
-	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache lightning_logs runs site
+	rm -rf $(VENV) .coverage* .mypy_cache .pytest_cache .ruff_cache lightning_logs runs site
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

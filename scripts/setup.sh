@@ -1,8 +1,11 @@
 #!/usr/bin/env bash
-# Create the virtual environment $1 and install lightrl into it, with all that its tests and tools need.
+# Create the virtual environment $1 and install lightrl into it, with all that its tests and tools need: this checkout,
+# to be worked on, or the wheel $2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=$1
+lightrl=${2:-.}
+[ $# -gt 1 ] && options=() || options=(-e)
 
 fail() {
     echo "set-up failed: $1" >&2
@@ -21,7 +24,7 @@ pip() { "$venv/bin/python" -m pip --disable-pip-version-check -qq "$@"; }
 
 if nvidia-smi >/dev/null 2>&1; then
     echo "set-up: NVIDIA GPU found, installing the GPU build of vLLM into $venv"
-    pip install -e '.[vllm,math,gym,datasets,lora,ray,test,dev,docs]' || fail "pip could not install the GPU build (see above)"
+    pip install "${options[@]}" "$lightrl[vllm,math,gym,datasets,lora,ray,test,dev,docs]" || fail "pip could not install the GPU build (see above)"
 else
     echo "set-up: no NVIDIA GPU found, installing the CPU build of vLLM into $venv"
     torch=$(grep '^torch==' requirements/cpu.txt)
@@ -30,7 +33,7 @@ else
         pip install --no-deps "$torch" --extra-index-url https://download.pytorch.org/whl/cpu ||
         fail "pip could not install $torch (see above; the versions in requirements/cpu.txt are for Linux x86-64)"
     pip install --no-deps -r requirements/cpu.txt || fail "pip could not install requirements/cpu.txt (see above)"
-    pip install --no-deps -e . || fail "pip could not install lightrl itself (see above)"
+    pip install --no-deps "${options[@]}" "$lightrl" || fail "pip could not install lightrl itself (see above)"
 fi
 touch "$venv/.ready"
 echo "set-up: $SECONDS s, downloads included"
