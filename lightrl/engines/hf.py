@@ -93,6 +93,7 @@ class HFEngine:
         stops = set(sampling.stop_token_ids)
         return [_completion(i, lp, stops, version) for i, lp in zip(sampled.tolist(), logprobs, strict=True)]
 
+    @torch.no_grad()
     def score(self, sequences: list[list[int]]) -> list[Tensor]:
         """See :class:`~lightrl.engines.base.Engine`."""
         scored = []
