@@ -158,9 +158,9 @@ class EnginePool(LoopThread):
         return await self._engines[0].client.task()  # type: ignore[union-attr]
 
     async def _hold(self) -> None:
-        for engine in self._engines:
-            await engine.shipping.acquire()
-            self._held.append(engine.shipping)
+        for lock in [e.shipping for e in self._engines if e.shipping not in self._held]:
+            await lock.acquire()
+            self._held.append(lock)
 
     async def ship(self, shipment: Shipment) -> None:
         """Give weights to every engine that stands, one after the other, so that the others generate meanwhile."""

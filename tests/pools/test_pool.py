@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightrl.engines.messages import EngineSpec, Loaded
+from lightrl.engines.messages import EngineSpec, Loaded, Request
 from lightrl.engines.staging import Shipment
 from lightrl.pools import pool as pools
 from lightrl.pools.client import EngineLostError
@@ -29,6 +29,8 @@ class Client:
         self.pending = 0
         self.loaded: list[float] = []
         self.ships: list[float] = []
+        self.asked: list[str] = []
+        self.aborted: list[str] = []
         self.made.append(self)
 
     async def configure(self, *_: Any) -> None:
@@ -52,6 +54,13 @@ class Client:
         if self.lost.done():
             raise EngineLostError(self.lost.result())
         return [torch.zeros(len(s) - 1) for s in sequences]
+
+    def generate(self, requests: list[Request], note: Any) -> list[asyncio.Future[Any]]:
+        self.asked += [r.id for r in requests]
+        return [asyncio.get_running_loop().create_future() for _ in requests]
+
+    def abort(self, ids: list[str]) -> None:
+        self.aborted += ids
 
     def close(self, linger_ms: int = 0) -> None:
         self.lose("closed")
@@ -190,6 +199,38 @@ def test_engines_load_weights_in_turn_so_that_one_always_generates(start: Any, m
     times = [t for client in sorted(Client.made, key=lambda c: c.ships) for t in client.ships]
     assert len(times) == 6
     assert times == sorted(times), "one begins when the one before has ended"
+
+
+def test_weights_that_are_held_are_read_by_no_engine(start: Any) -> None:
+    pool = start()
+    pool.push(weights(0.0, 0))
+    pool.hold()
+    pool.hold()  # as where what was to be written in between failed
+    pool.loop.call_soon_threadsafe(Client.made[0].lose)
+    assert wait_for(lambda: len(Client.made) == 2)
+    time.sleep(0.2)
+    assert Client.made[1].loaded == []
+    pool.push(weights(1.0, 1))
+    assert Client.made[1].loaded == [1.0]
+
+
+def test_a_push_amid_an_engines_start_reaches_it(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = start(push_timeout=1.0, start_timeout=2.0)
+    pool.push(weights(0.0, 0))
+    monkeypatch.setattr(Client, "ship_seconds", 0.3)
+    pool.loop.call_soon_threadsafe(Client.made[0].lose)
+    assert wait_for(lambda: len(Client.made) == 2 and Client.made[1].ships)
+    pool.push(weights(1.0, 1))
+    assert Client.made[1].loaded == [0.0, 1.0]
+
+
+def test_what_nobody_waits_for_any_more_the_engine_is_told_to_drop(start: Any) -> None:
+    pool = start()
+    pool.push(weights(0.0, 0))
+    waiting = asyncio.run_coroutine_threadsafe(pool.generate([Request("1", [5], 4)]), pool.loop)
+    assert wait_for(lambda: Client.made[0].asked == ["1"])
+    waiting.cancel()
+    assert wait_for(lambda: Client.made[0].aborted == ["1"])
 
 
 def test_losses_of_long_ago_do_not_count(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
