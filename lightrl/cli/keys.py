@@ -44,8 +44,7 @@ def unknown_keys(arguments: list[str], known: set[str], model: type) -> list[str
     found: list[tuple[str, _Unknown]] = []
     chosen: Any = model
     for path in _values(arguments, "-c", "--config"):
-        config = yaml.safe_load(Path(path).read_text()) if Path(path).is_file() else None
-        if isinstance(config, Mapping):
+        if isinstance(config := _config(path), Mapping):
             found += [(f" in {path}", unknown) for unknown in _in_section(config, known, model)]
             section = config.get("model")
             if isinstance(section, Mapping) and "class_path" in section:
@@ -69,6 +68,14 @@ def parameters(cls: Any) -> set[str]:
         if not any(p.kind is p.VAR_KEYWORD for p in signature):
             break
     return names - {"self"}
+
+
+def _config(path: str) -> Any:
+    """Return what a file holds; None where there is none, or no YAML in it, which is another mistake."""
+    try:
+        return yaml.safe_load(Path(path).read_text()) if Path(path).is_file() else None
+    except yaml.YAMLError:
+        return None
 
 
 def _values(arguments: list[str], *options: str) -> Iterator[str]:

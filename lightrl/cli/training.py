@@ -101,8 +101,9 @@ def checkpoint_path(path: str | None) -> None:
     Raises:
         ValueError: ``path`` is neither there, nor an address, nor a word of Lightning's such as ``last``.
     """
-    word = path is None or path in ("best", "last", "hpc") or path.startswith("registry") or "://" in path
-    if path is not None and not word and not Path(path).exists():
+    if path is None or path in ("last", "hpc") or path.startswith("registry") or "://" in path:
+        return
+    if not path or not Path(path).exists():  # "best" is for a Trainer that has trained
         raise ValueError(f"ckpt_path={path!r} is not there: give a checkpoint's file or folder, or 'last'")
 
 
@@ -161,6 +162,10 @@ class CommandLine(LightningCLI):
             assert isinstance(args, list)
             wrong = unknown_keys(args[1:], known, RLModule)
             self._refuse("\n".join(wrong) if wrong else plain(str(error)))
+
+    @override
+    def _parse_ckpt_path(self) -> None:
+        """Nothing: Lightning would put what a checkpoint was trained with over what is typed now."""
 
     @override
     def instantiate_classes(self) -> None:

@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from lightrl.cli.main import main
+from lightrl.cli.training import CommandLine
+from lightrl.corrections import TruncatedToken
 from tests.conftest import distributed_environment
 from tests.helpers.tiny import save_tiny, tiny_prompts
 
@@ -112,6 +114,17 @@ def test_a_checkpoint_is_read_alike_as_a_file_and_as_a_folder(project: Path, cap
         assert main(["validate", "-c", "config.yaml", "--ckpt_path", str(path)]) == 0
         rewards.append(next(line for line in capsys.readouterr().out.splitlines() if "val/reward" in line))
     assert rewards[0] == rewards[1]
+
+
+@pytest.mark.slow
+def test_what_is_typed_holds_over_what_a_checkpoint_was_trained_with(project: Path) -> None:
+    """A correction too, which a checkpoint does not hold."""
+    correction = {"class_path": "lightrl.corrections.TruncatedToken", "init_args": {"cap": 3.0}}
+    write_config(project, trainer__logger=False, model__correction=correction)
+    assert main(["fit", "-c", "config.yaml"]) == 0
+    resumed = ["--ckpt_path", "checkpoints/end.ckpt", "--model.lr", "0.001", "--trainer.max_steps", "3"]
+    line = CommandLine("fit", ["fit", "-c", "config.yaml", *resumed])
+    assert (line.model.lr, line.model.correction) == (0.001, TruncatedToken(3.0))
 
 
 def in_a_shell(*arguments: str, folder: Path) -> None:
@@ -224,6 +237,8 @@ def test_a_class_of_its_own_is_looked_into(project: Path, capsys: Any) -> None:
         ("--model.l=3", "no option 'model.l'; did you mean 'model.lr'?"),
         ("--model.learning_rate=3", "no option 'model.learning_rate'; did you mean 'model.lr'?"),
         ("--ckpt_path=gone.ckpt", "ckpt_path='gone.ckpt' is not there"),
+        ("--ckpt_path=", "ckpt_path='' is not there"),
+        ("--ckpt_path=best", "ckpt_path='best' is not there"),
         ("--model.lr=-3", "lr=-3.0 must be a finite number, 0 or more"),
         ("--trainer.max_steps=x", "trainer.max_steps"),
         ("--data.reward=nowhere", "reward 'nowhere' is no import path"),
@@ -249,6 +264,11 @@ def test_an_unknown_strategy_is_answered_with_those_that_sample(project: Path, c
 
 def test_a_config_file_that_is_not_there(project: Path, capsys: Any) -> None:
     assert "nowhere.yaml" in refused(capsys, "fit", "-c", "nowhere.yaml")
+
+
+def test_a_config_file_that_is_no_yaml(project: Path, capsys: Any) -> None:
+    (project / "config.yaml").write_text("trainer: [1\nmodel: {")
+    assert refused(capsys, "fit", "-c", "config.yaml").startswith("lightrl fit: error: ")
 
 
 @pytest.mark.parametrize(("out", "message"), [("rollouts.csv", "must end in"), ("config.jsonl", "exists already")])
