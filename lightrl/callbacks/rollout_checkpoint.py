@@ -50,6 +50,12 @@ class RolloutCheckpoint(ModelCheckpoint):
         self._saved: list[str] = []
 
     @override
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit" and not trainer.global_step:  # another run's steps have the same numbers
+            self._last_global_step_saved, self._saved = 0, []
+
+    @override
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback
 
 from lightrl import RLModule, Trainer
 from lightrl.callbacks import RolloutCheckpoint
-from tests.helpers.tiny import save_tiny, tiny_prompts
+from tests.helpers.tiny import save_tiny, tiny_model, tiny_prompts
 from tests.helpers.training import equal, quiet_trainer, tiny_data, tiny_module, weights
 
 pytestmark = pytest.mark.slow
@@ -54,6 +54,20 @@ def test_a_step_is_saved_once_and_a_signal_saves_what_is_not(tmp_path: Path) -> 
     trainer = quiet_trainer(max_steps=3, callbacks=[saving, Told()], enable_checkpointing=True)
     trainer.fit(tiny_module(), tiny_data(tiny_prompts(12)))
     assert saved == [str(tmp_path / "step=3.ckpt")] * 2
+
+
+def test_another_run_with_the_same_callback_is_saved_too_and_removes_nothing_of_the_first(tmp_path: Path) -> None:
+    saving = RolloutCheckpoint(tmp_path, every_n_steps=2, keep_last=1)
+    last = {}
+    for steps, lr in ((5, 1e-3), (3, 1e-3), (3, 1e-2)):
+        trainer = quiet_trainer(max_steps=steps, callbacks=[saving], enable_checkpointing=True)
+        module = tiny_module(lr=lr)
+        trainer.fit(module, tiny_data(tiny_prompts(12)))
+        last[steps] = weights(module.policy)
+    assert names(tmp_path) == ["step=3.ckpt", "step=5.ckpt"]
+    for steps, expected in last.items():
+        loaded = RLModule.load_from_checkpoint(tmp_path / f"step={steps}.ckpt", model=tiny_model())
+        assert equal(weights(loaded.policy), expected)
 
 
 def test_saving_in_the_background_ends_with_the_same_files(tmp_path: Path) -> None:
