@@ -52,7 +52,8 @@ class StepModule(LightningModule):
         self.val_metrics = torch.nn.ModuleDict({"reward": MeanMetric(), "pass@1": MeanMetric()})
         self._reference: list[Reference] = []  # one or none
         self._step_started = self._batch_started = time.perf_counter()
-        self._anything_live = True
+        self.anything_live = True
+        """Whether the last step had a live token on any rank and was not skipped for a NaN: else it changed nothing."""
         self._skipped = 0
 
     def loss(self, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor | float]]:
@@ -129,11 +130,11 @@ class StepModule(LightningModule):
         for name, (total, count) in batch.measured.items():
             meter.add_sum(name, total, count)
         means = meter.means(all_sum, all_max)
-        self._anything_live = means[_TOKENS] > 0
+        self.anything_live = means[_TOKENS] > 0
         bad = check.noted(means)
         if bad and self.on_nonfinite == "raise":
             raise check.error(batch.rollouts, self.trainer.global_step, Path(self.trainer.default_root_dir))
-        self._anything_live &= not bad
+        self.anything_live &= not bad
         if "mismatch/ratio_squared" in means:  # (sum w)^2 / (n sum w^2) over the whole step
             means["mismatch/effective_sample_size"] = means["mismatch/ratio"] ** 2 / means.pop("mismatch/ratio_squared")
         if self.on_nonfinite == "skip":
@@ -165,7 +166,7 @@ class StepModule(LightningModule):
         A step without a live token on any rank changes nothing: torch's optimizers skip parameters whose gradient is
         None, while one of zeros would let momentum and weight decay move them. It counts in ``global_step``.
         """
-        if not self._anything_live:
+        if not self.anything_live:
             _drop_gradients(optimizer)
         grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         norm: Any = torch.nn.utils.get_total_norm(grads)

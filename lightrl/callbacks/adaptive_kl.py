@@ -63,7 +63,7 @@ class AdaptiveKL(Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: StepBatch, batch_idx: int
     ) -> None:
-        if batch.times_used == 0 and TO_REFERENCE in trainer.callback_metrics:  # there is none without a live token
+        if batch.times_used == 0 and pl_module.anything_live:  # otherwise the KL is still that of an earlier step
             pl_module.kl_coef = self.adapted(pl_module.kl_coef, float(trainer.callback_metrics[TO_REFERENCE]))
         self.kl_coef = pl_module.kl_coef
         pl_module.log("kl/coef", self.kl_coef, on_step=True, on_epoch=False, batch_size=1)

@@ -123,6 +123,19 @@ def test_the_coefficient_seeks_its_target_and_goes_on_after_a_resume(tmp_path: P
     assert resumed.of("train/loss") == whole.of("train/loss")[3:]
 
 
+def test_the_coefficient_stays_where_a_step_has_no_live_token() -> None:
+    def abstains(completions: list[str]) -> list[float | None]:
+        batches.append(len(completions))
+        return [float(i) if len(batches) < 3 else None for i in range(len(completions))]
+
+    batches: list[int] = []
+    logged = Logged()
+    trainer = quiet_trainer(max_steps=4, callbacks=[AdaptiveKL(target=1e-6, rate=0.5), logged])
+    trainer.fit(tiny_module(kl_coef=0.1, lr=1e-2), tiny_data(reward=abstains))
+    found = logged.of("kl/coef")
+    assert found[0] < found[1] == found[2] == found[3]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"), [({"target": 0.0}, "target=0.0 must be above 0"), ({"target": 1, "rate": 2}, "rate=2")]
 )
