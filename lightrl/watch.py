@@ -156,8 +156,7 @@ class Watch:
         turns, quiet = -1, 0.0
         while not self._stopping.wait(_POLL):
             # Turns of this thread, not seconds: where the interpreter stands still, so does the count.
-            quiet = quiet + _POLL if turns == self._turns else 0.0
-            turns = self._turns
+            quiet, turns = (quiet + _POLL if turns == self._turns else 0.0), self._turns
             if quiet > max(self.silence, _STORE_SECONDS):
                 self._store = None
                 who = _put_down(self._beat_of_0, self._host)
@@ -250,6 +249,7 @@ class Watch:
         """Let the main thread, which goes down by itself, do so; return if it does not get there."""
         deadline = time.monotonic() + _UNWIND_SECONDS
         while not self._stopping.wait(_POLL):
+            self._turns += 1  # it waits for the main thread, not for the store
             if time.monotonic() > deadline and (self.phases.now.name != "save" or self.phases.late()):
                 return
 

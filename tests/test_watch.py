@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch.distributed as dist
 
 from benchmarks._subprocess import ROOT, run_module
+from lightrl import watch as watching
 from lightrl.phases import Phases
 from lightrl.processes import host_id
 from lightrl.watch import Failure, Watch
@@ -54,6 +56,26 @@ def test_what_was_first_stays_first() -> None:
     assert watch._report(first) == first
     assert watch._report(Failure(0, "raised", "failed first, with\nan echo")) == first
     assert watch._failure() == first
+
+
+def test_whoever_waits_for_its_own_main_thread_to_save_does_not_wait_for_the_store(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watching, "_POLL", 0.01)
+    monkeypatch.setattr(watching, "_STORE_SECONDS", 0.1)
+    watch = watch_of_two(pid=os.getpid())
+    watch.silence, ended = 0.1, []
+    watch._end = ended.append  # type: ignore[method-assign]
+    minding = threading.Thread(target=watch._mind_store)
+    unwinding = threading.Thread(target=watch._unwind)
+    with watch.phases.inside("save"):
+        unwinding.start()
+        minding.start()
+        minding.join(0.5)
+        watch._stopping.set()
+        unwinding.join()
+        minding.join()
+    assert ended == []
 
 
 @pytest.mark.parametrize(
