@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from operator import is_not
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -113,6 +114,7 @@ class RolloutDataModule(LightningDataModule):
         self.shuffle, self.seed, self.deterministic = shuffle, seed, deterministic
         self.tokenizer = self._own_tokenizer = tokenizer
         self._made_with: tuple[Any, ...] = ()
+        self._made_of: tuple[Any, ...] = ()
         self.max_sequence_tokens: int | None = None
         """Longest prompt + completion in tokens, known after ``setup``: what the engine has to be able to hold."""
         self._train: list[Prompt] = []
@@ -150,9 +152,9 @@ class RolloutDataModule(LightningDataModule):
         val_budget = for_validation(self.trainer, Sampling(budget)).max_completion_tokens
         limit, val_limit = self._prompt_limit(module, budget), self._prompt_limit(module, val_budget)
         self.tokenizer = self._own_tokenizer or module.tokenizer
-        made_with = (self.tokenizer, limit, val_limit)
-        if made_with != self._made_with:  # token ids of another model's tokenizer would be other words
-            self._made_with, self._train, self._val = made_with, [], []
+        made_with, made_of = (self.tokenizer, limit, val_limit), (self.train_prompts, self.val_prompts)
+        if made_with != self._made_with or any(map(is_not, made_of, self._made_of)):  # other words, other prompts
+            self._made_with, self._made_of, self._train, self._val = made_with, made_of, [], []
         if self.episodes is not None:
             self.episodes.setup(self.tokenizer)
         if stage == "fit":

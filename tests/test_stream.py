@@ -73,6 +73,16 @@ def test_a_run_repeats_itself_and_a_second_fit_begins_at_the_first_prompt() -> N
     assert [p for prompts in unshuffled.trained for p in prompts] == [tuple(i) for i in ids]
 
 
+def test_other_prompts_given_to_a_datamodule_are_those_of_its_next_run() -> None:
+    data, module = tiny_data([row(0), row(1)], val_prompts=[row(0)]), tiny_module()
+    fit(data, module, max_steps=1)
+    data.train_prompts, data.val_prompts = [row(2), row(3)], [row(i) for i in range(3)]
+    later = fit(data, module, max_epochs=1)
+    known = fit(tiny_data([row(2), row(3)]), max_steps=1)
+    assert sorted(later.trained[0]) == sorted(known.trained[0])
+    assert len(later.validated[0].groups) == 3
+
+
 def test_samples_differ_between_completions_and_steps() -> None:
     watch = fit(tiny_data(["w5", "w5"], group_size=4, max_completion_tokens=8), tiny_module(lr=0.0), max_steps=2)
     everything = [s for step in watch.sampled for s in step]
