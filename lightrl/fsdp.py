@@ -57,8 +57,8 @@ def shard_model(
     if isinstance(model, FSDPModule):
         if (before := model.sharded_for) != precision:
             raise ValueError(
-                f"precision={precision!r}, and this model has been trained in {before!r}: make a new RLModule for "
-                "another precision (load_from_checkpoint keeps what it has learned)"
+                f"precision={precision!r}, and an earlier run has made this model ready for {before!r}: make a new "
+                "RLModule, of a model that no run has had (load_from_checkpoint keeps what was learned)"
             )
         return
     if precision == "bf16-true":

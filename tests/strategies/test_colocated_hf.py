@@ -161,7 +161,7 @@ def test_fast_dev_run_is_one_step() -> None:
 def test_a_module_stays_with_the_precision_that_it_was_trained_in() -> None:
     module = RLModule(tiny_model())
     quiet_trainer("colocated_hf", max_steps=1, precision="bf16-mixed").fit(module, tiny_data())
-    with pytest.raises(ValueError, match="trained in 'bf16-mixed': make a new RLModule"):
+    with pytest.raises(ValueError, match="ready for 'bf16-mixed': make a new RLModule"):
         quiet_trainer("colocated_hf", max_steps=1).fit(module, tiny_data())
     quiet_trainer("colocated_hf", max_steps=1, precision="bf16-mixed").fit(module, tiny_data())
 
