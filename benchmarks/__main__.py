@@ -27,7 +27,13 @@ def has_peft() -> bool:
     return importlib.util.find_spec("peft") is not None
 
 
-NEEDS = {"gpu": has_gpu, "vllm": has_vllm, "peft": has_peft}
+def has_gpus() -> bool:
+    import torch
+
+    return torch.cuda.device_count() > 1
+
+
+NEEDS = {"gpu": has_gpu, "gpus": has_gpus, "vllm": has_vllm, "peft": has_peft}
 
 
 def names() -> list[str]:

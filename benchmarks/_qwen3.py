@@ -1,19 +1,22 @@
-"""Qwen3-0.6B's shape with random weights: what speed on a GPU is measured with."""
+"""Qwen3's shapes with random weights: what speed on a GPU is measured with."""
 
 from typing import Any
 
 import torch
 
+VOCAB = 151_936
+SHAPES = {
+    "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "4B": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
 
-def qwen3(device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
+
+def qwen3(device: torch.device, dtype: torch.dtype = torch.float32, shape: str = "0.6B") -> Any:
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     config = Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
+        vocab_size=VOCAB,
+        **SHAPES[shape],
         num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=4096,
@@ -55,6 +58,6 @@ def word_tokenizer() -> Any:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(151936)}, unk_token="t2"))
+    words = Tokenizer(models.WordLevel({f"t{i}": i for i in range(VOCAB)}, unk_token="t2"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="t0", eos_token="t1", unk_token="t2")
