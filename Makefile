@@ -33,9 +33,10 @@ test-fast: $(READY) ## the tests that take seconds
 	$(PYTHON) -m pytest -q -x $(TWO) -m "not vllm and not slow and not gpu"
 
 # Timing tests may fail while lines are counted: `make test` judges the tests, this one what they reach.
+# Left out: tests that end threads by an exception, which under a tracer can keep the interpreter lock for ever.
 coverage: $(READY) ## which lines of lightrl no test reaches, in any process (TESTS="..." for some tests)
 	$(PYTHON) -m coverage erase
-	-$(PYTHON) -m coverage run -m pytest -q $(TWO) -m "not gpu" $(TESTS)
+	-$(PYTHON) -m coverage run -m pytest -q $(TWO) -m "not gpu" --ignore tests/rewards/test_deadlines.py $(TESTS)
 	$(PYTHON) -m coverage combine -q
 	$(PYTHON) -m coverage report
 

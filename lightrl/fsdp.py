@@ -55,7 +55,7 @@ def shard_model(
         ValueError: it was sharded for another precision before.
     """
     if isinstance(model, FSDPModule):
-        if (before := model.sharded_for) != precision:
+        if (before := getattr(model, "sharded_for", precision)) != precision:
             raise ValueError(
                 f"precision={precision!r}, and an earlier run has made this model ready for {before!r}: make a new "
                 "RLModule, of a model that no run has had (load_from_checkpoint keeps what was learned)"

@@ -137,9 +137,10 @@ def measure(batch: RolloutBatch, version_now: int) -> dict[str, tuple[float, flo
     for name in terms if len(terms) > 1 else ():
         values = [v for r in rollouts if (v := r.reward_terms.get(name)) is not None]
         measured[f"reward/{name}"] = (sum(values), len(values))
-    extremes = all_objects((max(ages, default=0), max((r.turns for r in rollouts), default=0)))
-    oldest, most_turns = (max(column) for column in zip(*extremes, strict=True))
-    measured["rollout/staleness_max"] = (oldest, 1)
+    counts = [(r.turns, len(r.completion_ids)) for r in rollouts] or [(0, 0)]
+    most = all_objects((max(ages, default=0), *map(max, zip(*counts, strict=True))))
+    oldest, most_turns, longest = (max(column) for column in zip(*most, strict=True))
+    measured["rollout/staleness_max"], measured["rollout/length_max"] = (oldest, 1), (longest, 1)
     if most_turns > 1:  # on any rank: all must have the same names
         measured["rollout/turns_mean"] = (sum(r.turns for r in rollouts), len(rollouts))
     measured |= {name: (value, 1) for name, value in batch.seconds.items()}

@@ -78,9 +78,8 @@ class RolloutStream:
             self.current, self.step = None, 0
             self.batches += 1
         step = self._step_batch(trained, batch, times_used)
-        if (
-            not times_used
-        ):  # old is current: scored in other micro-batches it would differ by rounding, in bfloat16 visibly
+        # Old is current: scored in other micro-batches it would differ by rounding, in bfloat16 visibly.
+        if not times_used:
             step.micro = [replace(m, old_logprobs=None) for m in step.micro]
         return step
 

@@ -146,6 +146,7 @@ class Watch:
     def _peer_gone(self) -> Failure | None:
         """Rank 0 looks after the others, and they after rank 0."""
         assert self._store is not None
+        self._beat_of_0 = self._beat(0) if self.rank else None
         for peer in range(1, self.ranks) if self.rank == 0 else (0,):
             if not self._store.check([f"done/{peer}"]) and (how := self._missing(peer)):
                 return Failure(peer, "gone", how)
@@ -181,7 +182,6 @@ class Watch:
         """Say how a rank is missing, if it is; one that is only silent is killed where that can be done."""
         beat = self._beat(peer)
         number = beat["beat"] if beat else 0
-        self._beat_of_0 = beat if peer == 0 else None
         if self._seen.get(peer, (-1, 0.0))[0] != number:
             self._seen[peer] = number, time.monotonic()
         here = beat is not None and beat["host"] == self._host

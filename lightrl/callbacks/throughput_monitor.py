@@ -38,6 +38,10 @@ class _Tally:
     """Seconds of validation."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
     steps: int = 0
+    generated_tokens: float = 0.0
+    """In all completions that were sampled here, also those that are left out of training."""
+    longest: float = 0.0
+    """Completion of any rank."""
     rollouts: list[Rollout] = field(default_factory=list)
     trained_tokens: int = 0
     flops: float = 0.0
@@ -107,6 +111,9 @@ class ThroughputMonitor(Callback):
         self._step_started = time.perf_counter()
         for name, stage in _MEASURED.items() if batch.times_used == 0 else ():
             self._tally.seconds[stage] += batch.measured.get(name, (0.0, 1.0))[0]
+        if batch.times_used == 0:
+            self._tally.generated_tokens += batch.measured["rollout/length_mean"][0]
+            self._tally.longest = max(self._tally.longest, batch.measured["rollout/length_max"][0])
 
     @override
     def on_train_batch_end(
@@ -135,8 +142,7 @@ class ThroughputMonitor(Callback):
         seconds["other"] = whole - sum(seconds.values())
         for stage in STAGES:
             meter.add_sum(f"split/{stage}", seconds[stage], whole)
-        generated = sum(len(r.completion_ids) for r in tally.rollouts)
-        meter.add_sum("perf/generated_tokens_per_second", generated * ranks, whole)
+        meter.add_sum("perf/generated_tokens_per_second", tally.generated_tokens * ranks, whole)
         meter.add_sum("perf/trained_tokens_per_second", tally.trained_tokens * ranks, whole)
         if self.hardware.flops is not None:
             meter.add_sum("perf/mfu", tally.flops, seconds["train"] * self.hardware.flops)

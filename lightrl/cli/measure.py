@@ -35,8 +35,7 @@ class StageClock(ThroughputMonitor):
 
     @override
     def _meter(self, tally: Any, ranks: int, engine_ranks: int) -> Meter:
-        lengths = [len(r.completion_ids) for r in tally.rollouts]
-        self.batches.append(tally.seconds | {"tokens": sum(lengths), "longest": max(lengths, default=0)})
+        self.batches.append(tally.seconds | {"tokens": tally.generated_tokens, "longest": tally.longest})
         return super()._meter(tally, ranks, engine_ranks)
 
 

@@ -101,7 +101,7 @@ def checkpoint_path(path: str | None) -> None:
     Raises:
         ValueError: ``path`` is neither there, nor an address, nor a word of Lightning's such as ``last``.
     """
-    if path is None or path in ("last", "hpc") or path.startswith("registry") or "://" in path:
+    if path is None or path in ("last", "hpc") or path.partition(":")[0] == "registry" or "://" in path:
         return
     if not path or not Path(path).exists():  # "best" is for a Trainer that has trained
         raise ValueError(f"ckpt_path={path!r} is not there: give a checkpoint's file or folder, or 'last'")

@@ -6,6 +6,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from functools import partial
 from typing import Any, Literal
 
@@ -14,7 +15,11 @@ from lightrl.rewards.event_loop import EventLoopThread
 from lightrl.rewards.pool import Outcome, RewardTimeoutError, run_calls
 from lightrl.types import Prompt
 
-_FAILED = object()
+
+class _Failed(Enum):
+    """In the place of a value."""
+
+    FAILED = 0
 
 
 @dataclass(slots=True)
@@ -128,7 +133,7 @@ class RewardSum:
         with self._one_at_a_time:
             for call, outcome in self._run(calls):
                 for position, value in zip(call.positions, self._values(call, outcome, texts, prompts), strict=True):
-                    if value is _FAILED:
+                    if isinstance(value, _Failed):
                         failed.add(position)
                     else:
                         scores[position].terms[call.term.name] = value
@@ -170,11 +175,13 @@ class RewardSum:
         # An error stops the others, so it comes before what they would have returned.
         return sorted(ended, key=lambda pair: pair[1].error is None)
 
-    def _values(self, call: _Call, outcome: Outcome, texts: Sequence[str], prompts: Sequence[Prompt]) -> list[Any]:
+    def _values(
+        self, call: _Call, outcome: Outcome, texts: Sequence[str], prompts: Sequence[Prompt]
+    ) -> list[float | _Failed | None]:
         n = len(call.positions)
         if outcome.error is not None:
             self._failed(call.term, call.positions, texts, prompts, outcome.error)
-            return [_FAILED] * n
+            return [_Failed.FAILED] * n
         values = [outcome.value]
         if call.term.batched:
             try:
@@ -190,7 +197,7 @@ class RewardSum:
 
     def _value(
         self, term: RewardTerm, position: int, value: Any, texts: Sequence[str], prompts: Sequence[Prompt]
-    ) -> Any:
+    ) -> float | _Failed | None:
         try:
             return check_value(value)
         except (TypeError, ValueError) as error:
@@ -201,7 +208,7 @@ class RewardSum:
             if isinstance(error, TypeError) or self.on_error == "raise":
                 raise bad from error
             self._failed(term, [position], texts, prompts, bad)
-            return _FAILED
+            return _Failed.FAILED
 
     def _failed(
         self,

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
@@ -150,7 +151,8 @@ class RolloutStrategy(WatchedStrategy):
 
     @override
     def setup(self, trainer: pl.Trainer) -> None:
-        _check_callbacks(trainer)
+        if trainer.state.fn == TrainerFn.FITTING:
+            _check_callbacks(trainer)
         self._trainer = trainer
         self._pushed_version = self._due_since = None
         module: Any = self.lightning_module
@@ -205,7 +207,7 @@ class RolloutStrategy(WatchedStrategy):
 
 
 def _check_callbacks(trainer: pl.Trainer) -> None:
-    """Refuse callbacks of Lightning's that would spoil a run without a word, or end it late.
+    """Refuse callbacks of Lightning's that would spoil a run.
 
     Raises:
         ValueError: there is one.

@@ -210,6 +210,16 @@ def test_the_split_of_a_rollout_batchs_time() -> None:
     assert last["floor/sync"] == pytest.approx(2 * 4 * model_size(module.policy.config).base / 1e9)
 
 
+def test_what_is_left_out_of_training_was_generated_all_the_same() -> None:
+    module = RLModule(tiny_model(), mask_truncated=True)
+    logged, _, _ = fit(ThroughputMonitor(), module=module, data=tiny_data(max_completion_tokens=1))
+    last = logged.metrics[-1]
+    assert last["rollout/truncated_frac"] > 0.8
+    assert last["rollout/length_max"] == last["rollout/length_mean"] == 1.0
+    assert last["perf/generated_tokens_per_second"] > 0
+    assert last["perf/trained_tokens_per_second"] < 12 * last["perf/generated_tokens_per_second"]
+
+
 def test_nothing_is_said_of_hardware_that_is_not_known() -> None:
     logged, _, _ = fit(ThroughputMonitor())
     assert not [name for name in logged.metrics[-1] if name.startswith("floor/") or name == "perf/mfu"]
