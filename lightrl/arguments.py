@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import math
 import numbers
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +23,12 @@ def check_count(name: str, value: Any) -> None:
     """Raise ValueError unless ``value`` is a whole number of steps, 0 or more."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
         raise ValueError(f"{name}={value!r} must be a whole number of optimizer steps, 0 or more")
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the end of an error that names what ``name`` was perhaps meant to be; empty where nothing is like it."""
+    near = difflib.get_close_matches(name, names, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def check_at_least_one(**counts: int | None) -> None:

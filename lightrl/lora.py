@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightrl.arguments import nearest
 from lightrl.optional import import_optional
 from lightrl.rng import derive_seed, forked_rng
 from lightrl.sharding import full_tensor
@@ -47,7 +48,8 @@ def lora_arguments(lora: Any) -> dict[str, Any] | None:
     names = {f.name for f in fields(config_class)}
     if isinstance(lora, Mapping):
         if unknown := sorted(set(lora) - names):
-            raise ValueError(f"lora has {', '.join(map(repr, unknown))}, which peft.LoraConfig does not know")
+            meant = nearest(unknown[0], names)
+            raise ValueError(f"lora has {', '.join(map(repr, unknown))}, which peft.LoraConfig does not know{meant}")
         lora = config_class(**lora)
     if not isinstance(lora, config_class):
         raise ValueError(f"lora={lora!r} must be a peft.LoraConfig, a dict of its arguments, or None")

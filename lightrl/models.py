@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightrl.checkpoints import read_shards
@@ -241,7 +242,15 @@ class ModelsModule(StepModule):
             checkpoint[_REFERENCE] = {"version": self._reference_version, "weights": self._reference[0].state()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go back to the reference of that time."""
+        """Go back to the reference of that time, and say which new settings the optimizer's state has overruled."""
+        trainer = self._trainer
+        saved = checkpoint.get("hyper_parameters", {}) if trainer is not None and trainer.state.fn == "fit" else {}
+        for name in ("lr", "betas", "weight_decay"):
+            if name in saved and name in self.hparams and saved[name] != self.hparams[name]:
+                rank_zero_warn(
+                    f"{name}={self.hparams[name]} has no effect: the checkpoint's optimizer goes on with {saved[name]}."
+                    f" To change it, begin anew from the weights: load_from_checkpoint(path, {name}=...)"
+                )
         self._skipped = checkpoint.get(_SKIPPED, 0)
         if self._reference and _REFERENCE in checkpoint:
             self._reference_version = checkpoint[_REFERENCE]["version"]

@@ -109,7 +109,9 @@ class Plan:
 
     def verdict(self) -> str:
         """Return the answer in one line."""
-        if self.gain <= 1.0:
+        if abs(self.gain - 1.0) < 0.005:
+            return "take turns: an asynchronous run would be no faster"
+        if self.gain < 1.0:
             return f"take turns: an asynchronous run would be slower ({1 / self.gain:.2f} times as long at least)"
         split = f"{self.generating} generating and {self.devices - self.generating} training"
         return f"asynchronous may be faster, {self.gain:.2f} times at most, with {split} devices"

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.pytorch.utilities import rank_zero_info
 
 from lightrl.distributed import from_rank_zero, rank, world_size
 from lightrl.engines.messages import EngineSpec, Task
@@ -189,6 +190,7 @@ class TrainWorker(Trainable):
             pool = EnginePool(self._launcher, spec, seed=torch.initial_seed() % 2**31, **self._limits)  # type: ignore[arg-type]
             self._line = _Line(pool)
             self._end = weakref.finalize(self, self._line.close)
+            rank_zero_info(f"waiting for the server at {', '.join(self._launcher.addresses)}")
             pool.start()
         return self._line.pool
 

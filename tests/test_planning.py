@@ -40,6 +40,12 @@ def test_the_best_split_and_its_gain() -> None:
     assert turns.verdict() == "take turns: an asynchronous run would be slower (1.80 times as long at least)"
 
 
+def test_a_tie_is_no_gain() -> None:
+    tie = make_plan(StepSeconds(generate=8, train=10, swap=2), devices=8)
+    assert tie.gain == 1.0
+    assert tie.verdict() == "take turns: an asynchronous run would be no faster"
+
+
 def simulated(lengths: list[list[int]], alpha: float, beta: float, train: float, max_staleness: int) -> float:
     """Mean seconds of a step of an ideal asynchronous run with one engine, decode step by decode step."""
     left: dict[int, list[int]] = {}  # tokens to come of each sequence in flight, by batch
@@ -114,7 +120,8 @@ def test_what_is_no_time_is_refused(arguments: dict[str, float], message: str) -
 
 def test_plan_from_given_figures(capsys: Any) -> None:
     assert main(["plan", "--generate", "12", "--train", "4", "--swap", "4", "--devices", "4"]) == 0
-    throughput, latency = capsys.readouterr().out.split("\n\n")
+    said, throughput, latency = capsys.readouterr().out.split("\n\n")
+    assert said.startswith("--fixed-share was not given")
     assert "(0% of it fixed)" in throughput
     assert "(100% of it fixed)" in latency
     assert re.search(r"3 generate, 1 train +16\.00  <- best", throughput)

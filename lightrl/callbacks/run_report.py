@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.utilities import rank_zero_info
 from typing_extensions import override
 
 from lightrl.arguments import check_at_least_one
@@ -75,4 +76,6 @@ class RunReport(Callback):
             logger.save()
             if isinstance(logger, TensorBoardLogger):
                 logger.experiment.flush()
-        write_report(self._folder)
+        path = write_report(self._folder)
+        if trainer.state.finished:
+            rank_zero_info(f"report of the run: {path}")

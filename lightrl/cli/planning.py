@@ -44,5 +44,7 @@ def run(arguments: list[str]) -> int:
         plans = [make_plan(StepSeconds(**seconds, fixed_share=f), args.devices, args.max_staleness) for f in shares]
     except ValueError as error:
         parser.error(str(error))
+    if args.fixed_share is None:
+        print("--fixed-share was not given, so here are both ends: the answer lies between them.\n")
     print("\n\n".join(plan.table() for plan in plans))
     return 0

@@ -61,6 +61,7 @@ class EngineServer:
         self.address: str = self._socket.last_endpoint.decode().rstrip("\0")
         self._has_secret = token != secure.LOOPBACK_TOKEN
         self._trainer: bytes | None = None
+        self._gone: bytes | None = None
         self._staging: Staging | None = None
         self._stopped = False
 
@@ -98,6 +99,8 @@ class EngineServer:
             return None
         if isinstance(message, Configure):
             self._configure(sender, message)
+        elif sender == self._gone != self._trainer:
+            pass  # what was on its way when it went
         elif sender != self._trainer:
             self._refuse(sender, f"{type(message).__name__} of a trainer that this engine does not serve")
         else:
@@ -206,7 +209,7 @@ class EngineServer:
                 raise
             if to in (None, self._trainer):
                 log.warning("the trainer is gone: its requests are dropped")
-                self._trainer = None
+                self._trainer, self._gone = None, self._trainer
                 if self._engine is not None:
                     self._engine.abort_all()
 

@@ -14,6 +14,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lightrl.arguments import nearest
+
 RewardFunction = Callable[..., Any]
 """``reward(completion, ground_truth, **columns) -> float | None``, batched if it takes ``completions``, maybe async."""
 
@@ -207,7 +209,7 @@ def import_callable(path: str, what: str) -> Callable[..., Any]:
     found: Any = _file(module_name, path, what) if module_name.endswith(".py") else _module(module_name, path, what)
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise ValueError(f"{what} {path!r}: {module_name!r} has no {part!r}. Check the name.")
+            raise ValueError(f"{what} {path!r}: {module_name!r} has no {part!r}{nearest(part, dir(found))}")
         found = getattr(found, part)
     return found  # type: ignore[no-any-return]
 

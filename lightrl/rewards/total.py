@@ -220,7 +220,7 @@ class RewardSum:
     ) -> None:
         first = self.failures[term.name] == 0
         self.failures[term.name] += len(positions)
-        what = str(error) if isinstance(error, RewardTimeoutError) else f"{type(error).__name__}: {error}"
+        what = str(error) if isinstance(error, RewardTimeoutError) else f"{type(error).__name__}: {error}".rstrip(".")
         many = f" (and {len(positions) - 1} more of its batch)" if len(positions) > 1 else ""
         facts = f"reward {term.name!r} failed {_where(positions[0], texts, prompts)}{many}: {what}"
         if self.on_error == "raise":

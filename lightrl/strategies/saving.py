@@ -64,8 +64,14 @@ class SavingStrategy(ModelParallelStrategy):
         if self._writer is not None:
             self._writer.wait()  # it may be the one to load
         base_left_out = getattr(self.lightning_module, "base_left_out", lambda *_: nullcontext())
-        with base_left_out(checkpoint_path, weights_only):
-            loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        try:
+            with base_left_out(checkpoint_path, weights_only):
+                loaded = super().load_checkpoint(checkpoint_path, weights_only)
+        except KeyError as error:
+            raise ValueError(
+                f"{checkpoint_path} does not fit this module: {str(error.args[0]).partition(' To disable')[0]} It was "
+                "saved with another `model`, `lora`, `trainable` or `critic`: give the module the arguments it had then"
+            ) from error
         states = loaded.get(_RANDOM)
         if states is not None and len(states) != world_size():
             rank_zero_warn(

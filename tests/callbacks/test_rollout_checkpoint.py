@@ -37,6 +37,16 @@ def test_the_last_two_and_the_end_are_kept_also_over_a_resume(tmp_path: Path) ->
     assert equal(weights(resumed.policy), weights(unbroken.policy))
 
 
+def test_what_a_checkpoint_overrules_or_does_not_fit_is_said(tmp_path: Path) -> None:
+    fit(tmp_path / "a", 2, RLModule(tiny_model(), lr=1e-3))
+    with pytest.warns(UserWarning, match=r"lr=5e-05 has no effect: the checkpoint's optimizer goes on with 0\.001"):
+        resumed = fit(tmp_path / "a", 3, RLModule(tiny_model(), lr=5e-5), ckpt="last")
+    assert resumed.optimizers().param_groups[0]["lr"] == 1e-3  # type: ignore[union-attr]
+    fit(tmp_path / "b", 1, RLModule(tiny_model(), lora={"r": 2}))
+    with pytest.raises(ValueError, match=r"does not fit this module: .* saved with another `model`, `lora`"):
+        fit(tmp_path / "b", 2, RLModule(tiny_model()), ckpt="last")
+
+
 def test_a_step_is_saved_once_and_a_signal_saves_what_is_not(tmp_path: Path) -> None:
     saved: list[str] = []
 

@@ -135,6 +135,7 @@ def test_nothing_to_score() -> None:
         ("no_such_package.rewards:f", {}, "there is no module 'no_such_package'"),
         ("tests.rewards.nowhere:f", {}, r"there is no module 'tests\.rewards\.nowhere'"),
         ("tests.rewards.bad_rewards:f", {}, "'tests.rewards.bad_rewards' has no 'f'"),
+        ("lightrl.rewards.exact_mach", {}, "'lightrl.rewards' has no 'exact_mach'; did you mean 'exact_match'?"),
         ({"a": (len, NAN)}, {}, "the weight of reward 'a' is nan"),
         ({"a": (len, "2")}, {}, "the weight of reward 'a' is '2'"),
         ({"a": (len, 2.0)}, {"weights": [1.0]}, "given twice"),
