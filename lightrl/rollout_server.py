@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,8 @@ class RolloutServer:
             self.queue_address, self._token, self._pages(tokenized), self._spec(needed), self._shapes()
         )
         print(f"rollout server listens on {server.address}", flush=True)
-        server.serve()
+        with suppress(KeyboardInterrupt):  # which is how it is ended
+            server.serve()
 
     def _pages(self, prompts: list[Prompt]) -> list[bytes]:
         """Return the encoded answers to :class:`Ask`."""

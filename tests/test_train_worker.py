@@ -1,6 +1,7 @@
 """Server and worker in two processes: which weights rollouts are of, what is refused, what is left behind."""
 
 import gc
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +20,9 @@ from tests.helpers.tiny import by_hand, save_tiny, tiny_model, tiny_prompts, tin
 pytestmark = [pytest.mark.vllm, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SERVE = """
-import sys
+import signal, sys
 from lightrl import RolloutServer
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started the tests with &
 from tests.helpers.tiny import tiny_prompts
 RolloutServer(sys.argv[1], sys.argv[2], group_size=3, max_completion_tokens=12).run(tiny_prompts(6))
 """
@@ -36,6 +38,12 @@ def address(folder: Path) -> Iterator[str]:
     address = f"ipc://{folder}/queue.sock"
     with server("-c", SERVE, str(folder), address):
         yield address
+
+
+def test_control_c_ends_a_server_without_a_fuss(folder: Path) -> None:
+    with server("-c", SERVE, str(folder), "tcp://127.0.0.1:0") as process:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 0
 
 
 def train(worker: TrainWorker) -> None:

@@ -5,7 +5,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 
 @contextmanager
@@ -20,6 +20,7 @@ def server(*command: str, **env: str) -> Iterator[subprocess.Popen[str]]:
         assert "listens on" in line, line
         yield process
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # it may have ended
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
