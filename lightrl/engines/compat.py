@@ -184,7 +184,7 @@ def groups_held() -> Iterator[object]:
         raise
 
 
-def end_with(llm: Any, held: object = None) -> weakref.finalize[[Any, object], Any]:
+def end_with(llm: Any, held: object) -> weakref.finalize[[Any, object], Any]:
     """Have an in-process engine end when its ``llm`` is collected, or when what is returned is called, once.
 
     vLLM's own finalizer would take the default process group with it, which is the trainer's.

@@ -58,8 +58,9 @@ class ContinuousEngine:
             "worker_extension_cls": "lightrl.engines.worker.WeightLoader",
             **spec.engine_args,
         }
-        self.llm: Any = vllm.LLM(**args)
-        self._end = compat.end_with(self.llm)
+        with compat.groups_held() as held:
+            self.llm: Any = vllm.LLM(**args)
+        self._end = compat.end_with(self.llm, held)
         self._janitor = Janitor() if spec.tensor_parallel_size > 1 else None
         if self._janitor is not None:
             self._janitor.add(shared_files())
