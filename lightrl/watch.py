@@ -63,7 +63,7 @@ class Watch:
         self._host, self._parent, self._beats = host_id(), os.getppid(), 0
         self._seen: dict[int, tuple[int, float]] = {}
         self._turns = 0
-        self._beat_of_0: dict[str, Any] | None = None
+        self._last_beats: dict[int, dict[str, Any] | None] = {}
         self._stopping, self._raised = threading.Event(), threading.Event()
         self._must_end: tuple[float, str] | None = None
         self._first: Failure | None = None
@@ -146,7 +146,6 @@ class Watch:
     def _peer_gone(self) -> Failure | None:
         """Rank 0 looks after the others, and they after rank 0."""
         assert self._store is not None
-        self._beat_of_0 = self._beat(0) if self.rank else None
         for peer in range(1, self.ranks) if self.rank == 0 else (0,):
             if not self._store.check([f"done/{peer}"]) and (how := self._missing(peer)):
                 return Failure(peer, "gone", how)
@@ -160,7 +159,7 @@ class Watch:
             quiet, turns = (quiet + _POLL if turns == self._turns else 0.0), self._turns
             if quiet > max(self.silence, _STORE_SECONDS):
                 self._store = None
-                who = _put_down(self._beat_of_0, self._host)
+                who = _put_down(self._last_beats.get(0), self._host)
                 self._first = Failure(0, "gone", f"{who}has answered nothing for {quiet:.0f} s")
                 self._end(self._first)
                 return
@@ -176,7 +175,8 @@ class Watch:
     def _beat(self, peer: int) -> dict[str, Any] | None:
         assert self._store is not None
         key = f"beat/{peer}"
-        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+        self._last_beats[peer] = json.loads(self._store.get(key)) if self._store.check([key]) else None
+        return self._last_beats[peer]
 
     def _missing(self, peer: int) -> str | None:
         """Say how a rank is missing, if it is; one that is only silent is killed where that can be done."""

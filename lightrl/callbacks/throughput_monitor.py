@@ -109,11 +109,12 @@ class ThroughputMonitor(Callback):
     @override
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: StepBatch, batch_idx: int) -> None:
         self._step_started = time.perf_counter()
-        for name, stage in _MEASURED.items() if batch.times_used == 0 else ():
+        if batch.times_used:
+            return
+        for name, stage in _MEASURED.items():
             self._tally.seconds[stage] += batch.measured.get(name, (0.0, 1.0))[0]
-        if batch.times_used == 0:
-            self._tally.generated_tokens += batch.measured["rollout/length_mean"][0]
-            self._tally.longest = max(self._tally.longest, batch.measured["rollout/length_max"][0])
+        self._tally.generated_tokens = batch.measured["rollout/length_mean"][0]
+        self._tally.longest = batch.measured["rollout/length_max"][0]
 
     @override
     def on_train_batch_end(
