@@ -5,8 +5,6 @@ Triton comes with torch where there is an NVIDIA GPU, so this module is imported
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -68,18 +66,18 @@ def gradient(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _statistics(
-    logits: Any,
-    bias: Any,
-    targets: Any,
-    found: Any,
-    found_stride: Any,
-    stride: Any,
-    width: Any,
-    factor: Any,
+def _statistics(  # type: ignore[no-untyped-def]
+    logits,
+    bias,
+    targets,
+    found,
+    found_stride,
+    stride,
+    width,
+    factor,
     HAS_BIAS: tl.constexpr,  # noqa: N803 (Triton's way to write constants)
     BLOCK: tl.constexpr,  # noqa: N803
-) -> None:
+):
     row = tl.program_id(0)
     scores = logits + row.to(tl.int64) * stride
     top = -float("inf")
@@ -110,21 +108,21 @@ def _statistics(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _gradient(
-    logits: Any,
-    bias: Any,
-    targets: Any,
-    log_z: Any,
-    entropies: Any,
-    grad_logprobs: Any,
-    grad_entropies: Any,
-    stride: Any,
-    width: Any,
-    factor: Any,
+def _gradient(  # type: ignore[no-untyped-def]
+    logits,
+    bias,
+    targets,
+    log_z,
+    entropies,
+    grad_logprobs,
+    grad_entropies,
+    stride,
+    width,
+    factor,
     HAS_BIAS: tl.constexpr,  # noqa: N803
     HAS_ENTROPY: tl.constexpr,  # noqa: N803
     BLOCK: tl.constexpr,  # noqa: N803
-) -> None:
+):
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

@@ -22,35 +22,40 @@ class Walk:
         self._model = model
         self._modules: list[nn.Module] = []
         self._parameters: list[tuple[str, nn.Module, str]] = []
-        self._tables: list[dict[str, Any]] = []
-        self._known: list[Any] = []
-        self._names: list[Any] = []
+        self._children, self._leaves = _Seen([]), _Seen([])
 
     def modules(self) -> list[nn.Module]:
         """Return the module and all below it, each once."""
-        self._refresh()
+        if not self._modules or self._children.changed():
+            self._modules = list(self._model.modules())
+            self._children = _Seen([m._modules for m in self._modules])
+            self._leaves = _Seen([])
         return self._modules
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
         """Return (name, parameter), a tied one once."""
-        self._refresh()
+        modules = self.modules()
+        if not self._leaves.tables or self._leaves.changed():
+            self._leaves = _Seen([m._parameters for m in modules])
+            self._parameters = []
+            for name, _ in self._model.named_parameters():
+                path, _, leaf = name.rpartition(".")
+                self._parameters.append((name, self._model.get_submodule(path), leaf))
         return [(name, module._parameters[leaf]) for name, module, leaf in self._parameters]  # type: ignore[misc]
 
-    def _refresh(self) -> None:
-        if self._modules and self._is_same():
-            return
-        self._modules = list(self._model.modules())
-        self._tables = [table for m in self._modules for table in (m._modules, m._parameters)]
-        self._known = list(chain.from_iterable(map(dict.values, self._tables)))  # held: no other can get their ids
-        self._names = self._outline()
-        self._parameters = []
-        for name, _ in self._model.named_parameters():
-            path, _, leaf = name.rpartition(".")
-            self._parameters.append((name, self._model.get_submodule(path), leaf))
 
-    def _is_same(self) -> bool:
-        there = chain.from_iterable(map(dict.values, self._tables))
-        return all(map(operator.is_, there, self._known)) and self._outline() == self._names
+class _Seen:
+    """What tables by name held at one time."""
+
+    def __init__(self, tables: list[dict[str, Any]]) -> None:
+        self.tables = tables
+        self._held = list(chain.from_iterable(map(dict.values, tables)))  # so that no other can get their ids
+        self._names = self._outline()
+
+    def changed(self) -> bool:
+        """Whether something else is there now, or under another name."""
+        there = chain.from_iterable(map(dict.values, self.tables))
+        return self._outline() != self._names or not all(map(operator.is_, there, self._held))
 
     def _outline(self) -> list[Any]:
-        return [*map(len, self._tables), *chain.from_iterable(self._tables)]
+        return [*map(len, self.tables), *chain.from_iterable(self.tables)]

@@ -206,6 +206,25 @@ def _shut_down(engine: Any, held: object) -> None:
     _drop_groups()
 
 
+_allocators: list[Any] = []
+"""Of memory that a sleeping engine can do without: torch calls them where it frees what they allocated."""
+
+
+def drop_pools() -> None:
+    """Give the device back what ended engines had: vLLM keeps it, and refuses to build another engine beside it."""
+    if _standing or not torch.cuda.is_initialized():
+        return
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    if CuMemAllocator.instance is None:
+        return
+    pools = CuMemAllocator.instance.allocator_and_pools
+    _allocators.extend(pool[1] for pool in pools.values())
+    pools.clear()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
 def _drop_groups() -> None:
     """End the process groups that vLLM made, unless an engine of this process still needs them."""
     from vllm.distributed import parallel_state

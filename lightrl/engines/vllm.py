@@ -91,6 +91,7 @@ class VLLMEngine:
             **(engine_args or {}),
         }
         gc.collect()  # an engine that nobody holds any more ends now, and not while the next takes its memory
+        compat.drop_pools()
         with compat.groups_held() as held:
             make_lone_group(device.type)
             with forked_rng(0), compat.process_kept(), compat.torchrun_environment(rank(), local_rank, world_size()):
@@ -174,6 +175,7 @@ class VLLMEngine:
             self._end()
             self.llm = self._loader = None
             self._config.cleanup()
+            compat.drop_pools()
 
 
 def loader_of(llm: Any, tp_rank: int) -> Loader:
