@@ -201,7 +201,7 @@ def make_record(steps: list[dict[str, float]], noted: Callable[[list[dict[str, f
             step["prompt_tokens"] = float(sum(len(r.prompt_ids) for r in batch.rollouts))
             steps.append(step)
             noted(steps)
-            self.since = now
+            self.since = time.perf_counter()
 
     return Record()
 

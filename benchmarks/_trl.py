@@ -116,24 +116,29 @@ def dataset_of(setup: SetUp) -> Any:
     return datasets.Dataset.from_list([{"prompt": p["prompt"]} for p in prompts_of(setup)[0]])
 
 
+def device_of(setup: SetUp) -> Any:
+    import torch
+
+    return torch.device("cpu" if setup.shape == "tiny" else "cuda:0")
+
+
 def save_model(setup: SetUp, folder: str) -> None:
     import torch
 
-    on_gpu = setup.shape != "tiny"
-    policy = model_of(setup, torch.device("cuda" if on_gpu else "cpu"))
+    on_gpu = device_of(setup).type == "cuda"
+    policy = model_of(setup, device_of(setup))
     policy.to(torch.bfloat16 if on_gpu else torch.float32).save_pretrained(folder)  # the engine's type is that on disk
     prompts_of(setup)[1].save_pretrained(folder)
 
 
 def make_record(setup: SetUp, clock: Clock, sampled: Counter[str], noted: Callable[[Any], None]) -> Any:
-    import torch
     from transformers import TrainerCallback
 
     steps: list[dict[str, float]] = []
 
     class Record(TrainerCallback):  # type: ignore[misc]
         def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            self.memory = Memory(torch.device("cpu" if setup.shape == "tiny" else "cuda"))
+            self.memory = Memory(device_of(setup))
             self.since = time.perf_counter()
 
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -145,7 +150,7 @@ def make_record(setup: SetUp, clock: Clock, sampled: Counter[str], noted: Callab
             noted(steps)
             clock.seconds.clear()
             sampled.clear()
-            self.since = now
+            self.since = time.perf_counter()
 
     return Record()
 
