@@ -1,9 +1,8 @@
-"""The chunked logprobs of :mod:`lightrl.logprobs` on a GPU: each chunk's logits are read once, by a compiled kernel."""
+"""The chunked logprobs of :mod:`lightrl.logprobs` on a GPU: each chunk's logits are read once, by a kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any
 
 import torch
@@ -13,19 +12,13 @@ CHUNK_SIZE = 2**28
 """Logits held at once: 512 MiB in bfloat16."""
 
 
-@cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function)
-
-
-def _run(function: Callable[..., Any], logits: Tensor, *inputs: Any) -> Tensor:
+def _kernels(logits: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Return what computes statistics and gradient where ``logits`` lie."""
     if not logits.is_cuda:
-        return function(logits, *inputs)  # type: ignore[no-any-return]
-    for tensor in (logits, *inputs):
-        if isinstance(tensor, Tensor) and len(tensor) == len(logits):
-            # Any number of rows in one kernel; of columns, of which there are few, each in a kernel of its own.
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-    return _compiled(function)(logits, *inputs)  # type: ignore[no-any-return]
+        return statistics, gradient
+    from lightrl import head_kernels
+
+    return head_kernels.statistics, head_kernels.gradient
 
 
 class FusedLogprobs(torch.autograd.Function):
@@ -51,7 +44,7 @@ class FusedLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _parts(len(hidden), chunk_size // len(weight)):
                 logits = hidden[part] @ weight.T
-                found[:, part] = _run(statistics, logits, bias, targets[part], temperature)
+                found[:, part] = _kernels(logits)[0](logits, bias, targets[part], temperature)
         logprobs, log_z, entropies = found.unbind()
         ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropies)
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
@@ -71,8 +64,7 @@ class FusedLogprobs(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _parts(len(weight), ctx.chunk_size // max(1, len(hidden))):
                 logits = hidden @ weight[part].T
-                grad = _run(
-                    gradient,
+                grad = _kernels(logits)[1](
                     logits,
                     None if bias is None else bias[part],
                     targets - part.start,
@@ -141,7 +133,7 @@ def _scores(logits: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
 
 
 def _parts(size: int, step: int) -> Iterator[slice]:
-    # A power of two: few sizes to compile for, and rows that begin at multiples of 16 bytes, without which matrix
-    # products take kernels of a tenth of the speed.
+    # A power of two: rows that begin at multiples of 16 bytes, without which matrix products take kernels of a tenth of
+    # the speed.
     step = 1 << max(step, 1).bit_length() - 1
     return (slice(start, start + step) for start in range(0, size, step))

@@ -212,6 +212,6 @@ def _rows_of_a_backward_pass(size: ModelSize, computed: int, tokens: int, gradie
         "two layers and the rest, gathered": (2 * size.layer + size.outside) * computed,
         "their gradients, before reduction": unreduced * (computed + 4),  # and the float32 copy that is reduced
         "activations": tokens * kept * computed,
-        "logits of a chunk and their gradient": 2 * logits * computed,
+        "logits of a chunk": logits * computed,
     }
     return [Row(name, bytes, samples=False) for name, bytes in parts.items()]

@@ -92,21 +92,62 @@ class Meter:
 
         Every rank must have the same names: they are put in order, and each kind is reduced in one call.
         """
+        return self.reduced(reduce_sum, reduce_max)()
+
+    def reduced(
+        self,
+        reduce_sum: Callable[[Tensor], Tensor] = lambda x: x,
+        reduce_max: Callable[[Tensor], Tensor] = lambda x: x,
+    ) -> Callable[[], dict[str, float]]:
+        """Begin what :meth:`means` does; what is returned waits for the device and gives the means.
+
+        The device gets no work in between that it would have to end first, so it can be given more before the wait.
+        """
         if not self._sums:
-            return {}
-        names, quantiles = sorted(self._sums), sorted(self._histograms)
+            return dict
+        names, quantiles, maxima = sorted(self._sums), sorted(self._histograms), sorted(self._maxima)
         device = max((s.device for s, _ in self._sums.values()), key=lambda d: d.type != "cpu")
-        both = [torch.stack([x.to(device) for x in self._sums[n]]) for n in names]
-        rows, *histograms = reduce_sum(
-            torch.cat([*both, *(self._histograms[n][0].to(device) for n in quantiles)])
-        ).split([2 * len(names)] + [_OCTAVES * _STEPS + 1] * len(quantiles))
-        means = {n: total / count for n, (total, count) in zip(names, rows.view(-1, 2).tolist(), strict=True) if count}
-        for name, counts in zip(quantiles, histograms, strict=True):
-            means[name] = _quantile(counts, self._histograms[name][1])
-        if self._maxima:
-            largest = reduce_max(torch.stack([self._maxima[n] for n in sorted(self._maxima)])).tolist()
-            means |= dict(zip(sorted(self._maxima), largest, strict=True))
+        columns = [_gathered([self._sums[n][i] for n in names], device) for i in (0, 1)]
+        sums = reduce_sum(torch.cat([*columns, *(self._histograms[n][0].to(device) for n in quantiles)]))
+        largest = reduce_max(torch.stack([self._maxima[n] for n in maxima])).to(device) if maxima else sums[:0]
+        arrived = _to_host(torch.cat([sums, largest]))
+
+        def means() -> dict[str, float]:
+            sizes = [len(names)] * 2 + [_OCTAVES * _STEPS + 1] * len(quantiles) + [len(maxima)]
+            totals, counts, *histograms, top = arrived().split(sizes)
+            pairs = zip(names, totals.tolist(), counts.tolist(), strict=True)
+            found = {n: total / count for n, total, count in pairs if count}
+            for name, histogram in zip(quantiles, histograms, strict=True):
+                found[name] = _quantile(histogram, self._histograms[name][1])
+            return found | dict(zip(maxima, top.tolist(), strict=True))
+
         return means
+
+
+def _gathered(values: list[Tensor], device: torch.device) -> Tensor:
+    """Return scalars of any devices, in order, as one tensor on ``device``, without waiting for it."""
+    here = [v.device.type == "cpu" for v in values]
+    host = torch.stack([v if h else torch.zeros((), dtype=v.dtype) for v, h in zip(values, here, strict=True)])
+    if all(here):
+        return host.to(device)
+    moved = host.to(device, non_blocking=True)
+    return torch.stack([moved[i] if h else v for i, (v, h) in enumerate(zip(values, here, strict=True))])
+
+
+def _to_host(values: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy ``values``; what is returned waits for them."""
+    if not values.is_cuda:
+        return lambda: values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+
+    def arrived() -> Tensor:
+        copied.synchronize()
+        return host
+
+    return arrived
 
 
 def log_step(module: Any, means: Mapping[str, float], shown: frozenset[str] = frozenset()) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightrl.distributed import world_size
 from lightrl.quantized import import_bitsandbytes
-from lightrl.sharding import local_tensor
+from lightrl.sharding import local_tensor, shard
 
 SCHEDULES = ("constant", "linear", "cosine")
 
@@ -64,7 +64,7 @@ def make_optimizer(
 
 
 def _adamw(groups: list[dict[str, Any]], **args: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, fused=_on_cuda(groups), **args)
+    return AdamW(groups, fused=_on_cuda(groups), **args)
 
 
 def _adamw_offload(groups: list[dict[str, Any]], **args: Any) -> torch.optim.Optimizer:
@@ -98,6 +98,16 @@ OPTIMIZERS = {
     "paged_adamw_8bit": Choice(_of_bitsandbytes("PagedAdamW8bit"), 2, on_device=False, needs_bitsandbytes=True),
 }
 """By the name that ``RLModule(optimizer=...)`` takes."""
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's, whose kernel is given each rank's shards: for DTensors a GPU waits longer than the update takes."""
+
+    def _init_group(self, group: Any, *tensors: list[Tensor]) -> bool:
+        is_complex: bool = super()._init_group(group, *tensors)  # type: ignore[no-untyped-call]
+        for found in tensors:
+            found[:] = [shard(tensor) for tensor in found]
+        return is_complex
 
 
 class OffloadedAdamW(torch.optim.AdamW):

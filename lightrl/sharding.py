@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from lightrl.distributed import all_sum
+
 
 def reshard(model: nn.Module) -> None:
     """Have every parameter sharded again: a forward without backward leaves the root's gathered."""
@@ -41,13 +43,35 @@ def whole_in_place(tensor: Tensor) -> Tensor | None:
     mesh = tensor.device_mesh
     if mesh.size() > 1 or tensor.device.type != mesh.device_type:
         return None
-    return tensor._local_tensor.detach()  # to_local() would take most of the time of a push
+    return shard(tensor).detach()  # to_local() would take most of the time of a push
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """Return this rank's part of a perhaps sharded tensor: the same memory, so that it can be written to."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def shard(tensor: Tensor) -> Tensor:
+    """As :func:`local_tensor`, in a hundredth of the time; its graph is not followed."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+@torch.no_grad()
+def total_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """Return the norm of all gradients together, over all ranks (a collective)."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm([shard(g) for g in grads])
+    return all_sum(norm.square()).sqrt() if any(isinstance(g, DTensor) for g in grads) else norm
+
+
+@torch.no_grad()
+def clip_to_norm(parameters: Iterable[Tensor], limit: float, norm: Tensor) -> None:
+    """Scale all gradients down, in place, where their ``norm`` is above ``limit``; the device is not waited for."""
+    grads = [shard(p.grad) for p in parameters if p.grad is not None]
+    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+    if grads:
+        torch._foreach_mul_(grads, factor.to(grads[0].device))
 
 
 @torch.no_grad()

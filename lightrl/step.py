@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor
 from torchmetrics import MeanMetric
 
@@ -24,6 +25,7 @@ from lightrl.optim import make_optimizer, schedule_factor
 from lightrl.packing import MicroBatch, StepBatch
 from lightrl.policy import PolicyForward
 from lightrl.reference import Reference
+from lightrl.sharding import clip_to_norm, total_norm
 from lightrl.types import Rollout, RolloutBatch
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class StepModule(LightningModule):
         self._step_started = self._batch_started = time.perf_counter()
         self.anything_live = True
         """Whether the last step had a live token on any rank and was not skipped for a NaN: else it changed nothing."""
+        self._measured: tuple[Callable[[], dict[str, float]], FiniteCheck, list[Rollout]] | None = None
         self._skipped = 0
 
     def loss(self, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor | float]]:
@@ -71,11 +74,7 @@ class StepModule(LightningModule):
     # -- training -----------------------------------------------------------------------------------------------------
 
     def training_step(self, batch: StepBatch, batch_idx: int) -> Tensor:
-        """One optimizer step: every micro-batch but the last runs its backward here, the last one's is Lightning's.
-
-        Raises:
-            RuntimeError: NaN or inf among the live tokens, before it reaches the weights (``on_nonfinite="raise"``).
-        """
+        """One optimizer step: every micro-batch but the last runs its backward here, the last one's is Lightning's."""
         strategy: Any = self.trainer.strategy
         self.trainer.optimizers[0].zero_grad()
         meter, check, before = Meter(), FiniteCheck(), torch.zeros((), device=self.device)
@@ -85,7 +84,7 @@ class StepModule(LightningModule):
             before += loss.detach()
         loss = self._micro_loss(batch.micro[-1], meter, check, last=True) + before
         meter.add("train/loss", loss)
-        self._log(batch, meter, check)
+        self._measured = self._reduced(batch, meter), check, batch.rollouts
         return loss
 
     def _micro_loss(self, micro: MicroBatch, meter: Meter, check: FiniteCheck, *, last: bool) -> Tensor:
@@ -121,7 +120,8 @@ class StepModule(LightningModule):
             meter.add("mismatch/ratio", bounded_exp(gap), mask=live)
             meter.add("mismatch/ratio_squared", bounded_exp(gap).double().square(), mask=live)
 
-    def _log(self, batch: StepBatch, meter: Meter, check: FiniteCheck) -> None:
+    def _reduced(self, batch: StepBatch, meter: Meter) -> Callable[[], dict[str, float]]:
+        """Begin to add the step's measures up over ranks; they are asked for when the last backward is under way."""
         now = time.perf_counter()
         seconds, self._step_started = now - self._step_started, now
         tokens = sum(m.num_tokens for m in batch.micro)
@@ -129,11 +129,13 @@ class StepModule(LightningModule):
         meter.add_sum(_TOKENS, 0.0, 1 / self.trainer.world_size)  # what is left of the mean is the sum over ranks
         for name, (total, count) in batch.measured.items():
             meter.add_sum(name, total, count)
-        means = meter.means(all_sum, all_max)
+        return meter.reduced(all_sum, all_max)
+
+    def _log(self, means: dict[str, float], check: FiniteCheck, rollouts: list[Rollout]) -> None:
         self.anything_live = means[_TOKENS] > 0
         bad = check.noted(means)
         if bad and self.on_nonfinite == "raise":
-            raise check.error(batch.rollouts, self.trainer.global_step, Path(self.trainer.default_root_dir))
+            raise check.error(rollouts, self.trainer.global_step, Path(self.trainer.default_root_dir))
         self.anything_live &= not bad
         if "mismatch/ratio_squared" in means:  # (sum w)^2 / (n sum w^2) over the whole step
             means["mismatch/effective_sample_size"] = means["mismatch/ratio"] ** 2 / means.pop("mismatch/ratio_squared")
@@ -161,22 +163,30 @@ class StepModule(LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip as the Trainer says, and log ``train/grad_norm``: the norm before clipping, over all ranks.
+        """Clip as the Trainer says, and log what was measured, and ``train/grad_norm``: the norm before clipping.
 
         A step without a live token on any rank changes nothing: torch's optimizers skip parameters whose gradient is
         None, while one of zeros would let momentum and weight decay move them. It counts in ``global_step``.
+
+        Raises:
+            RuntimeError: NaN or inf among the live tokens or in the gradient, before it reaches the weights
+                (``on_nonfinite="raise"``).
         """
+        if self._measured is not None:
+            means, check, rollouts = self._measured
+            self._measured = None
+            self._log(means(), check, rollouts)
         if not self.anything_live:
             _drop_gradients(optimizer)
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        norm: Any = torch.nn.utils.get_total_norm(grads)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        norm = total_norm(parameters)
         if not torch.isfinite(norm):  # of finite losses: an overflow on the way back
             norm = self._refuse_gradient(optimizer, norm)
         self.log("train/grad_norm", norm, on_step=True, on_epoch=False, batch_size=1)
-        self.clip_gradients(
-            optimizer, gradient_clip_val=gradient_clip_val, gradient_clip_algorithm=gradient_clip_algorithm
-        )
+        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+        elif gradient_clip_val:
+            clip_to_norm(parameters, float(gradient_clip_val), norm)
 
     def _refuse_gradient(self, optimizer: Any, norm: Tensor) -> Tensor:
         """Raise, or skip the step; every rank has the same norm."""

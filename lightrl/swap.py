@@ -10,11 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrl.distributed import all_objects
 from lightrl.engines.base import Engine
 from lightrl.weights.canary import Canary
 from lightrl.weights.source import PolicyWeights, Shapes, check_shapes
 
 _MARGIN_BYTES = 2**31  # of what waking allocates beside weights and cache
+_ROOM = 1.5
+"""Times what a turn of the trainer has needed: a later one may have fuller micro-batches, and memory has gaps."""
 
 
 class Swap:
@@ -27,7 +30,8 @@ class Swap:
         owner: has ``policy``, ``policy_forward`` and ``device``, as an ``RLModule`` has.
         dtype: of the engine's weights.
         optimizers: returns those whose state makes room for the engine.
-        sleep: give the engine's memory to the trainer at the trainer's turn.
+        sleep: give the engine's memory to the trainer at the trainer's turn; None: where both do not fit, which is
+            known once the trainer has had a turn.
         offload: give the optimizer's memory to the engine at the engine's turn; None: where both do not fit.
         shapes: what the engine takes; None: all that the policy has.
         phase: what a push, and all around it, is to happen in.
@@ -40,7 +44,7 @@ class Swap:
         dtype: torch.dtype,
         *,
         optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
-        sleep: bool = True,
+        sleep: bool | None = True,
         offload: bool | None = None,
         shapes: Shapes | None = None,
         phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
@@ -53,7 +57,8 @@ class Swap:
         self._shapes, self._phase = shapes, phase
         self._weights = PolicyWeights(owner.policy, dtype, shapes)
         self._weights_gone, self._compared = True, False
-        if sleep:
+        self._asleep = sleep is not False
+        if self._asleep:
             before = self._free_bytes()
             engine.sleep()
             self._engine_bytes = self._free_bytes() - before
@@ -75,7 +80,7 @@ class Swap:
         self._make_room()
         try:
             with self._phase("swap"):
-                if self._sleep:
+                if self._asleep:
                     self.engine.wake_weights()
                 expected: list[Tensor] = []
                 if pushing:
@@ -83,11 +88,12 @@ class Swap:
                     with self._phase("push"):
                         expected = self._push()
                     seconds = time.perf_counter() - started
-                if self._sleep:
+                if self._asleep:
                     self.engine.wake_cache()
                 if expected:
                     self._canary.check(self.engine, expected, self._dtype)
                     self._compared = True
+                self._asleep = False
         except BaseException:
             self._weights_gone, self._compared = True, False
             self.take_back()
@@ -97,8 +103,8 @@ class Swap:
     def to_trainer(self) -> None:
         """Begin the trainer's turn."""
         with self._phase("swap"):
-            if self._sleep:
-                self._weights_gone = self.engine.sleep()
+            if self._sleep is not False and not self._fit_together():
+                self._weights_gone, self._asleep = self.engine.sleep(), True
             self.take_back()
 
     def _push(self) -> list[Tensor]:
@@ -109,13 +115,28 @@ class Swap:
         return expected
 
     def _make_room(self) -> None:
-        if not self._on_gpu or self._offload is False or not (self._sleep or self._offload):
+        if not self._on_gpu or self._offload is False or not (self._asleep or self._offload):
             return
         torch.cuda.empty_cache()
         if self._offload or self._free_bytes() < self._engine_bytes + _MARGIN_BYTES:
             move_optimizer_state(self._optimizers(), "cpu")
             torch.cuda.empty_cache()
             self._offloaded = True
+
+    def _fit_together(self) -> bool:
+        """Whether every rank has room for a turn of the trainer beside the engine, as it is awake now."""
+        if self._sleep or not self._on_gpu:
+            return False
+        optimizers = list(self._optimizers())
+        has_trained = bool(optimizers) and all(optimizer.state for optimizer in optimizers)
+        return all(all_objects(has_trained and not self._offloaded and self._has_room_to_train()))
+
+    def _has_room_to_train(self) -> bool:
+        device = self._owner.device
+        held = torch.cuda.memory_allocated(device)
+        kept = torch.cuda.memory_reserved(device) - held
+        most = torch.cuda.max_memory_allocated(device) - held  # that ever was in use beside what is held now
+        return self._free_bytes() + kept > _ROOM * most + _MARGIN_BYTES
 
     def _free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self._owner.device)[0] if self._on_gpu else 0

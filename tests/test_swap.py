@@ -1,5 +1,7 @@
 """The order of a change of turns, and what is pushed again after the engine lost its weights or a change failed."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -43,10 +45,10 @@ class Sleeper(HFEngine):
             raise MemoryError("no cache")
 
 
-def make() -> tuple[Swap, Sleeper]:
+def make(**args: Any) -> tuple[Swap, Sleeper]:
     engine, module = Sleeper(), RLModule(tiny_model())
     module.configure_model()
-    swap = Swap(engine, module, torch.float32, optimizers=list)
+    swap = Swap(engine, module, torch.float32, **{"optimizers": list, **args})
     assert engine.asked == ["sleep"]
     engine.asked.clear()
     return swap, engine
@@ -58,6 +60,32 @@ def test_weights_come_before_the_cache_and_again_after_each_sleep() -> None:
         assert swap.to_engine(stale=stale) > 0
         swap.to_trainer()
     assert engine.asked == ["weights", "load", "cache", "sleep"] * 2
+
+
+def test_an_engine_sleeps_until_a_step_has_shown_that_both_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.AdamW([weight])
+    swap, engine = make(optimizers=lambda: [optimizer], sleep=None)
+    numbers = {"memory_allocated": 40, "memory_reserved": 50, "max_memory_allocated": 60, "mem_get_info": (23, 0)}
+    for name, number in numbers.items():  # GiB: 20 more than now were in use at most, so 30 + 2 are wanted
+        value = tuple(n * 2**30 for n in number) if isinstance(number, tuple) else number * 2**30
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    swap._on_gpu = True
+
+    def turns() -> list[str]:
+        engine.asked.clear()
+        swap.to_engine(stale=True)
+        swap.to_trainer()
+        return engine.asked
+
+    assert turns() == ["weights", "load", "cache", "sleep"]  # nothing was trained yet
+    weight.grad = torch.ones(1)
+    optimizer.step()
+    assert turns() == ["weights", "load", "cache"]
+    assert turns() == ["load"]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (22 * 2**30, 0))
+    assert turns() == ["load", "sleep"]
+    assert turns() == ["weights", "load", "cache", "sleep"]
 
 
 def test_after_a_change_that_failed_all_is_pushed_and_compared_again() -> None:

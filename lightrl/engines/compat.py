@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import warnings
@@ -238,3 +239,34 @@ def add_request(engine: Any, name: str, prompt_ids: list[int], params: Any, cach
     if hasattr(renderer, "render_cmpl"):
         (prompt,) = renderer.render_cmpl([prompt])
     engine.add_request(name, prompt, params)
+    if params.logprobs == 0 and params.flat_logprobs:
+        for state in itertools.islice(reversed(engine.output_processor.request_states.values()), params.n):
+            _keep_logprobs_alone(state.logprobs_processor)
+
+
+def _keep_logprobs_alone(processor: Any) -> None:
+    """Have the sampled tokens' logprobs be all that is kept: ids and ranks take a tenth of the host's time."""
+    kept: list[float] = processor.logprobs.logprobs
+    if hasattr(processor, "_update_sample_logprobs"):
+        processor._update_sample_logprobs = lambda found: kept.extend(found.logprobs[:, 0].tolist())
+
+
+def run_requests(llm: Any, prompts: list[list[int]], params: list[Any]) -> list[Any]:
+    """Return vLLM's output for each prompt of token ids, sampled all at once.
+
+    Raises:
+        ValueError: one is refused; none of the others is left in the engine.
+    """
+    engine = llm.llm_engine
+    names = [str(i) for i in range(len(prompts))]
+    found: dict[str, Any] = {}
+    try:
+        with refusals():
+            for name, ids, how in zip(names, prompts, params, strict=True):
+                add_request(engine, name, ids, how)
+        while engine.has_unfinished_requests():
+            found |= {output.request_id: output for output in engine.step() if output.finished}
+    except BaseException:
+        engine.abort_request(names)
+        raise
+    return [found[name] for name in names]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,6 +35,7 @@ class Loader:
         self._device = next(model.parameters()).device
         self._places: list[int] = []
         self._plan: CopyPlan | None = None
+        self._sender: Weights | None = None
         self._copied: list[tuple[str, Tensor]] | None = None
         self._copies: Copies | None = None
 
@@ -44,24 +46,36 @@ class Loader:
         Raises:
             WeightSyncError: a tensor did not arrive as it was sent; it is named.
         """
+        if began := (self._copies is not None and weights is self._sender):
+            # Most pushes are like the last: the device copies while the host looks whether this one is. Where it is
+            # not, what was copied is overwritten below, and memory that is in use no more was written to.
+            self._copies.start()
         places = self._where()
         if places != self._places:  # the first time, or the engine has moved its parameters
             self._plan = CopyPlan.record(self._model, weights.outline())
-            self._copied = self._copies = None
+            self._sender = self._copied = self._copies = None
             self._load_compared(weights)
             self._places = places  # not before it was compared: what failed is compared again
         elif self._plan is None:
             self._load_compared(weights)
-        elif (held := weights.held()) is not None:
-            if self._copies is None or held is not self._copied:
-                self._copies, self._copied = self._plan.bind(held), held
-            self._copies.run()
-        else:
+        elif (held := weights.held()) is None:
             self._plan.copy(self._here(weights))
+        else:
+            self._copy_held(weights, held, began)
+
+    def _copy_held(self, weights: Weights, held: list[tuple[str, Tensor]], began: bool) -> None:
+        assert self._plan is not None
+        if self._copies is None or held is not self._copied:
+            self._copies, self._copied = self._plan.bind(held), held
+            began = False
+        self._sender = weights
+        if not began:
+            self._copies.start()
+        self._copies.check()
 
     def _where(self) -> list[int]:
         with torch._C.DisableTorchFunctionSubclass():  # vLLM's parameters are of classes that would make this slow
-            return [p.data_ptr() for _, p in self._walk.parameters()]
+            return list(map(Tensor.data_ptr, map(operator.itemgetter(1), self._walk.parameters())))
 
     def _load_compared(self, weights: Weights) -> None:
         fingerprint = Fingerprint(self._model, self._tp_rank)

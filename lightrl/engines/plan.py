@@ -107,7 +107,7 @@ class CopyPlan:
 
 
 class Copies:
-    """Tensors and their places; each :meth:`run` copies what the tensors then hold.
+    """Tensors and their places, which it keeps alive; each :meth:`run` copies what the tensors then hold.
 
     Args:
         names: of the tensors, for errors.
@@ -125,18 +125,25 @@ class Copies:
         self._expected, self._found = (torch.empty(sum(sizes), dtype=like.dtype, device=like.device) for _ in range(2))
         self._expected_parts, self._found_parts = self._expected.split(sizes), self._found.split(sizes)
 
-    @torch.no_grad()
     def run(self) -> None:
-        """Copy, then compare a stretch of each tensor with what the engine holds of it.
+        """:meth:`start` and :meth:`check`."""
+        self.start()
+        self.check()
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Have the device copy, and a stretch of each tensor put beside what the engine holds of it then."""
+        if self._names:
+            torch._foreach_copy_(self._places, self._sources)
+            torch._foreach_copy_(self._expected_parts, self._sent)
+            torch._foreach_copy_(self._found_parts, self._held)
+
+    def check(self) -> None:
+        """Wait for it, and compare.
 
         Raises:
-            WeightSyncError: one differs; it is named.
+            WeightSyncError: a stretch differs; the tensor is named.
         """
-        if not self._names:
-            return
-        torch._foreach_copy_(self._places, self._sources)
-        torch._foreach_copy_(self._expected_parts, self._sent)
-        torch._foreach_copy_(self._found_parts, self._held)
         if not torch.equal(_bits(self._expected), _bits(self._found)):
             parts = zip(self._names, self._expected_parts, self._found_parts, strict=True)
             wrong = [name for name, sent, held in parts if not torch.equal(_bits(sent), _bits(held))]

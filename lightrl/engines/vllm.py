@@ -115,7 +115,7 @@ class VLLMEngine:
         n, options = sampling.num_completions, _options(sampling)
         if not seeds:
             params = compat.sampling_params(n=n, **options)
-            outputs = self._run(prompts, params, derive_seed(sampling.seed, self._tp_index))
+            outputs = self._run(prompts, [params] * len(prompts), derive_seed(sampling.seed, self._tp_index))
             return [list(o.outputs) for o in outputs]
         # A request with n > 1 would give its samples seed + i, which collides between prompts.
         each = [compat.sampling_params(n=1, seed=derive_seed(s, i), **options) for s in seeds for i in range(n)]
@@ -123,9 +123,9 @@ class VLLMEngine:
         flat = [o.outputs[0] for o in outputs]
         return [flat[i : i + n] for i in range(0, len(flat), n)]
 
-    def _run(self, prompts: list[list[int]], params: Any, seed: int) -> list[Any]:
+    def _run(self, prompts: list[list[int]], params: list[Any], seed: int) -> list[Any]:
         with torch.no_grad(), forked_rng(seed):
-            return self.llm.generate([{"prompt_token_ids": p} for p in prompts], params, use_tqdm=False)  # type: ignore[no-any-return]
+            return compat.run_requests(self.llm, prompts, params)
 
     @contextmanager
     def session(self, sampling: Sampling, policy_version: int) -> Iterator[VLLMSession]:
@@ -140,7 +140,7 @@ class VLLMEngine:
 
     def score(self, sequences: list[list[int]]) -> list[Tensor]:
         """See :class:`~lightrl.engines.base.Engine`."""
-        params = compat.sampling_params(**SCORE)
+        params = [compat.sampling_params(**SCORE)] * len(sequences)
         return [prompt_logprobs(o, ids) for ids, o in zip(sequences, self._run(sequences, params, 0), strict=True)]
 
     def load_weights(self, weights: Weights) -> None:

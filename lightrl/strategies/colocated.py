@@ -33,7 +33,8 @@ class ColocatedVLLMStrategy(RolloutStrategy):
         tensor_parallel_size: ranks that share one engine; a divisor of the number of ranks.
         max_model_len: longest prompt + completion of the engine, in tokens; None: what the datamodule needs.
         engine_args: further arguments of ``vllm.LLM``, for example ``{"gpu_memory_utilization": 0.5}``.
-        sleep: give the engine's memory to the trainer between rollouts (needs ``sync_every=1``).
+        sleep: give the engine's memory to the trainer between rollouts (needs ``sync_every=1``); None: where both do
+            not fit, which is known after the first step.
         offload_optimizer: give the optimizer's memory to the engine during rollouts; None: where both do not fit.
         sync_every: see :class:`RolloutStrategy`.
         kwargs: see :class:`RolloutStrategy`.
@@ -47,7 +48,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
         tensor_parallel_size: int = 1,
         max_model_len: int | None = None,
         engine_args: dict[str, Any] | None = None,
-        sleep: bool = True,
+        sleep: bool | None = None,
         offload_optimizer: bool | None = None,
         sync_every: int = 1,
         **kwargs: Any,
@@ -55,14 +56,14 @@ class ColocatedVLLMStrategy(RolloutStrategy):
         super().__init__(sync_every=sync_every, **kwargs)
         if sleep and sync_every > 1:
             raise ValueError(
-                f"sync_every={sync_every} needs an engine that keeps older weights: set sleep=False, or sync_every=1"
+                f"sync_every={sync_every} needs an engine that keeps older weights: leave sleep out, or sync_every=1"
             )
         if tensor_parallel_size < 1:
             raise ValueError(f"tensor_parallel_size={tensor_parallel_size} must be at least 1: it counts ranks")
         self.rollout_tp_size = tensor_parallel_size
         self.max_model_len = max_model_len
         self.engine_args = engine_args
-        self.sleep = sleep
+        self.sleep = False if sync_every > 1 else sleep
         self.offload_optimizer = offload_optimizer
         self._engine: Engine | None = None
         self._swap: Swap | None = None

@@ -18,6 +18,7 @@ from lightrl import RLModule
 from lightrl.engines import compat
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.fingerprint import Fingerprint
+from lightrl.engines.vllm import OUTPUT
 from lightrl.strategies import ColocatedVLLMStrategy
 from lightrl.weights import source
 from lightrl.weights.source import PolicyWeights
@@ -223,15 +224,16 @@ SMALL_BLOCKS = {"block_size": 32, "enable_prefix_caching": True}
 class Calls(Callback):
     """The order of calls that reach vLLM."""
 
-    NAMES = {"collective_rpc": "load", "reset_prefix_cache": "reset", "generate": "generate"}
+    NAMES = {"collective_rpc": "load", "reset_prefix_cache": "reset"}
 
     def __init__(self) -> None:
         self.made: list[str] = []
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
-        llm = trainer.strategy._engine.llm
+        engine = trainer.strategy._engine
         for name, shown in self.NAMES.items():
-            setattr(llm, name, self._noting(shown, getattr(llm, name)))
+            setattr(engine.llm, name, self._noting(shown, getattr(engine.llm, name)))
+        engine._run = self._noting("generate", engine._run)
 
     def _noting(self, shown: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def noted(*args: Any, **kwargs: Any) -> Any:
@@ -333,16 +335,16 @@ class Sampled(Callback):
         self.trained: list[tuple[list[int], list[int]]] = []
 
     def on_fit_start(self, trainer: Trainer, module: Any) -> None:
-        llm = trainer.strategy._engine.llm
-        generate = llm.generate
+        engine = trainer.strategy._engine
+        run = engine._run
 
-        def noted(prompts: Any, params: Any, **kwargs: Any) -> Any:
-            outputs = generate(prompts, params, **kwargs)
-            if getattr(params, "prompt_logprobs", None) is None:
+        def noted(prompts: Any, params: Any, seed: int) -> Any:
+            outputs = run(prompts, params, seed)
+            if params[0].prompt_logprobs is None:
                 self.engine += [(o.prompt_token_ids, list(c.token_ids)) for o in outputs for c in o.outputs]
             return outputs
 
-        llm.generate = noted
+        engine._run = noted
 
     def on_train_batch_start(self, trainer: Trainer, module: Any, batch: Any, batch_idx: int) -> None:
         for micro in batch.micro:
@@ -404,6 +406,11 @@ def samples() -> dict[str, Any]:
         made["unseeded"] = sample(PROMPTS, seed=1)
         made["unseeded, alone"] = [sample([p], seed=1)[0] for p in PROMPTS]
         made["no prompts"] = sample([], seed=1)
+        engine = strategy._engine
+        with pytest.raises(ValueError, match="(?i)length|long"):
+            sample([PROMPTS[0], [5] * 10_000])
+        made["left by a refused batch"] = engine.llm.llm_engine.get_num_unfinished_requests()
+        made["vLLM's own"] = engine._run([PROMPTS[0]], [compat.sampling_params(n=3, max_tokens=5, **OUTPUT)], 0)
 
     with cleaned_up():
         with_engine(tiny_model(), body)
@@ -428,6 +435,16 @@ def test_b32_steps_differ_and_equal_seeds_repeat(samples: dict[str, Any]) -> Non
 def test_seeded_completions_do_not_depend_on_the_batch(samples: dict[str, Any]) -> None:
     assert samples["seeded"] == samples["seeded, backwards"][::-1] == samples["seeded, alone"]
     assert samples["unseeded"] != samples["unseeded, alone"]  # without seeds of their own they do
+
+
+def test_a_batch_with_a_request_that_is_refused_leaves_none(samples: dict[str, Any]) -> None:
+    assert samples["left by a refused batch"] == 0
+
+
+def test_of_logprobs_only_the_sampled_tokens_are_kept(samples: dict[str, Any]) -> None:
+    for sample in samples["vLLM's own"][0].outputs:
+        assert len(sample.logprobs.logprobs) == len(sample.token_ids) > 0
+        assert not sample.logprobs.token_ids
 
 
 def test_a_rank_without_prompts_gets_no_completions(samples: dict[str, Any]) -> None:

@@ -71,7 +71,7 @@ def test_other_learning_rates_are_taken(precision: str, lr: float) -> None:
     [
         ({"sync_every": 0}, "sync_every=0 must be at least 1"),
         ({"sync_every": -1, "sleep": False}, "sync_every=-1 must be at least 1"),
-        ({"sync_every": 2}, "sync_every=2 .*sleep=False"),
+        ({"sync_every": 2, "sleep": True}, "sync_every=2 .*leave sleep out"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be at least 1"),
     ],
 )
