@@ -41,7 +41,7 @@ coverage: $(READY) ## which lines of lightrl no test reaches, in any process (TE
 	$(PYTHON) -m coverage report
 
 test-gpu: $(READY) ## the tests that need an NVIDIA GPU
-	$(PYTHON) -m pytest -q -m gpu
+	$(PYTHON) -m pytest -q -m gpu $(shell grep -rl --include='*.py' 'mark\.gpu' tests)
 
 lint: $(READY) ## style, types, and which module imports which
 	$(PYTHON) -m ruff check .

@@ -13,6 +13,7 @@ import pytest
 
 os.environ |= {
     "OMP_NUM_THREADS": "1",  # models this small only lose time to threads that wait for each other
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",  # or torch keeps threads, and for GPUs processes, that outlive a test
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",
@@ -33,16 +34,7 @@ def distributed_environment() -> dict[str, str]:
 
 
 def live_threads() -> set[threading.Thread]:
-    return {thread for thread in threading.enumerate() if not thread.daemon} - compiler_threads()
-
-
-def compiler_threads() -> set[threading.Thread]:
-    """torch's own pool, one a process: the first kernel that is not in its cache on disk starts it."""
-    inductor = sys.modules.get("torch._inductor.async_compile")
-    if inductor is None or not inductor.AsyncCompile.pool.cache_info().currsize:
-        return set()
-    threads: set[threading.Thread] = inductor.AsyncCompile.pool()._threads
-    return set(threads)
+    return {thread for thread in threading.enumerate() if not thread.daemon}
 
 
 def live_children() -> set[psutil.Process]:

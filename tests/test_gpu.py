@@ -1,0 +1,157 @@
+"""What runs on a GPU only: the compiled head, the variable-length kernel, pushes into an engine that sleeps."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightrl import attention
+from lightrl.logprobs import chunked_token_logprobs, get_logprobs
+from lightrl.packing import pack
+from lightrl.policy import PolicyForward
+from lightrl.weights.source import PolicyWeights
+from tests.helpers.fits import cleaned_up, sampling
+from tests.helpers.tiny import random_rollouts, tiny_model
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda", 0)
+CLOSE, FAR = 0.05, 0.3
+"""Mean gaps of logprobs: rounding to bfloat16 makes 0.01, other weights 0.7 and more."""
+SEQUENCES = [[5, 6, 7, 8, 9, 10], [11, 4, 3], list(range(3, 31))]
+
+
+def spread_out(model: Any, seed: int = 0) -> Any:
+    """In place: weights large enough for attention and logprobs to differ from token to token."""
+    random = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.05 * torch.randn(p.shape, generator=random).to(p.device))
+    return model
+
+
+def relative(found: torch.Tensor, right: torch.Tensor) -> float:
+    found, right = found.detach().double(), right.detach().double()
+    return float((found - right).norm() / right.norm())
+
+
+# -- the head ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=["float32", "bfloat16"])
+def test_compiled_chunks_equal_float64(dtype: torch.dtype, bar: float) -> None:
+    # 4 rows of logits at once forward (2048 // 300 = 6), 32 columns backward (2048 // 38 = 53): neither divides.
+    n, d, v, chunk_size, temperature = 38, 24, 300, 2048, 0.7
+    random = torch.Generator().manual_seed(0)
+    shapes = ((n, d), (v, d), (v,), (2, n))
+    *inputs, upstream = (torch.randn(shape, generator=random).to(DEVICE, dtype) for shape in shapes)
+    targets = torch.randint(v, (n,), generator=random)
+    targets[:8] = torch.tensor([0, 31, 32, 63, 64, 287, 288, 299])  # first and last of chunks
+    targets = targets.to(DEVICE)
+
+    exact = [x.double().requires_grad_() for x in inputs]
+    scores = ((exact[0] @ exact[1].T + exact[2]) / temperature).log_softmax(-1)
+    right = torch.stack([scores.gather(-1, targets[:, None])[:, 0], -(scores.exp() * scores).sum(-1)])
+    (right * upstream).sum().backward()
+
+    hidden, weight, bias = leaves = [x.clone().requires_grad_() for x in inputs]
+    options = {"temperature": temperature, "chunk_size": chunk_size, "entropy_grad": True}
+    found = torch.stack(chunked_token_logprobs(hidden, weight, targets, bias=bias, **options))
+    (found * upstream).sum().backward()
+
+    assert found.dtype == torch.float32
+    assert relative(found[0], right[0]) < bar
+    assert relative(found[1], right[1]) < bar
+    for leaf, wanted in zip(leaves, exact, strict=True):
+        assert leaf.grad.dtype == dtype
+        assert relative(leaf.grad, wanted.grad) < bar
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+
+def outcome(model: Any, rollouts: Any, *, packed: bool, half: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logprobs of all completion tokens, and the gradient of a weighted sum of them, end to end."""
+    micro = pack(rollouts, temperature=0.7, share_prefix=packed).to(DEVICE)
+    with torch.autocast(DEVICE.type, torch.bfloat16, enabled=half):
+        logprobs, _ = PolicyForward(packed)(model, micro)
+    weights = torch.randn(len(logprobs), generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    grads = torch.autograd.grad((logprobs * weights).sum(), list(model.parameters()))
+    return logprobs.detach(), torch.cat([g.flatten() for g in grads])
+
+
+def test_packed_rows_with_shared_prefixes_equal_padded_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls, kernel = [], attention._varlen_attention
+
+    def counted(*args: Any) -> torch.Tensor:
+        calls.append(args[3].key_index is not None)
+        return kernel(*args)
+
+    monkeypatch.setattr(attention, "_varlen_attention", counted)
+    model = spread_out(tiny_model()).to(DEVICE)
+    rollouts = random_rollouts(12, longest=40, members=4)
+    right = outcome(model, rollouts, packed=False, half=False)
+    padded = outcome(model, rollouts, packed=False, half=True)
+    assert not calls
+    packed = outcome(model, rollouts, packed=True, half=True)
+    assert calls == [True, True], "each layer attends by the kernel, to shared keys"
+    for exact, plain, found in zip(right, padded, packed, strict=True):
+        assert relative(found, exact) < 3 * relative(plain, exact)  # what bfloat16 rounds is all that differs
+        assert relative(plain, exact) < 0.05
+
+
+# -- the engine --------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def engine_of(policy: Any, store: Path) -> Iterator[Any]:
+    pytest.importorskip("vllm")
+    from lightrl.engines.vllm import VLLMEngine
+
+    with cleaned_up():
+        backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
+        dist.init_process_group(backend, init_method=f"file://{store}/store", rank=0, world_size=1)
+        args = {"enforce_eager": True, "gpu_memory_utilization": 0.1}
+        engine = VLLMEngine(
+            policy, local_rank=0, device=DEVICE, dtype=torch.bfloat16, max_model_len=64, engine_args=args
+        )
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+def mean_gap(policy: Any, sequences: list[list[int]], theirs: list[torch.Tensor]) -> float:
+    """Mean |difference| of an engine's logprobs of the last tokens of each sequence and the policy's in bfloat16."""
+    gaps = []
+    for ids, found in zip(sequences, theirs, strict=True):
+        token_ids = torch.tensor(ids, device=DEVICE)
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            logits = policy(token_ids[None], use_cache=False).logits
+        gaps.append(found - get_logprobs(logits, token_ids)[-len(found) :].cpu())
+    return float(torch.cat(gaps).abs().mean())
+
+
+@torch.no_grad()
+def test_every_push_after_a_sleep_arrives(tmp_path: Path) -> None:
+    policy = spread_out(tiny_model()).to(DEVICE)
+    weights = PolicyWeights(policy, torch.bfloat16)
+    with engine_of(policy, tmp_path) as engine:
+        for seed in (1, 2, 3):  # compared in full, then by a plan that is bound to the policy's memory, then as bound
+            engine.sleep()
+            engine.wake_weights()
+            engine.load_weights(weights)
+            engine.wake_cache()
+            assert mean_gap(policy, SEQUENCES, engine.score(SEQUENCES)) < CLOSE
+            sampled = [c for group in engine.generate(SEQUENCES, sampling(), 0) for c in group]
+            whole = [
+                ids + c.token_ids for ids, c in zip([s for s in SEQUENCES for _ in range(3)], sampled, strict=True)
+            ]
+            assert mean_gap(policy, whole, [c.logprobs for c in sampled]) < CLOSE
+            spread_out(policy, seed)
+            assert mean_gap(policy, SEQUENCES, engine.score(SEQUENCES)) > FAR, "what is not pushed is seen"
+        assert engine._loader._plan is not None, "pushes go by plan"
