@@ -47,7 +47,7 @@ class SetUp:
     """Weigh tokens by how far engine and trainer are apart, which measures that."""
     compiled: bool = True
     """The trainer's layers, on a GPU."""
-    sleep: bool = True
+    sleep: bool | None = None
     engine_args: dict[str, Any] = field(default_factory=dict, hash=False)
     """For vLLM, above those chosen here."""
 

@@ -112,6 +112,7 @@ def engine_of(policy: Any, store: Path) -> Iterator[Any]:
     pytest.importorskip("vllm")
     from lightrl.engines.vllm import VLLMEngine
 
+    store.mkdir(exist_ok=True)
     with cleaned_up():
         backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{store}/store", rank=0, world_size=1)
@@ -155,3 +156,17 @@ def test_every_push_after_a_sleep_arrives(tmp_path: Path) -> None:
             spread_out(policy, seed)
             assert mean_gap(policy, SEQUENCES, engine.score(SEQUENCES)) > FAR, "what is not pushed is seen"
         assert engine._loader._plan is not None, "pushes go by plan"
+
+
+def test_an_ended_engine_gives_its_memory_back_and_another_may_follow(tmp_path: Path) -> None:
+    policy, taken = tiny_model().to(DEVICE), []
+    for i in range(3):
+        with engine_of(policy, tmp_path / str(i)) as engine:
+            engine.sleep()
+            engine.wake_weights()
+            engine.wake_cache()
+            taken.append(torch.cuda.mem_get_info()[0])
+        taken.append(torch.cuda.mem_get_info()[0])
+    with_engine, without = taken[::2], taken[1::2]
+    assert min(without) - max(with_engine) > 5 * 2**30  # a tenth of the device was an engine's
+    assert without[0] - without[-1] < 2**28
