@@ -153,7 +153,9 @@ def _to_host(values: Tensor) -> Callable[[], Tensor]:
 def log_step(module: Any, means: Mapping[str, float], shown: frozenset[str] = frozenset()) -> None:
     """Log what is known of one optimizer step, equal on all ranks; ``shown`` are the names for the progress bar."""
     for name, value in means.items():
-        module.log(name, value, on_step=True, on_epoch=False, prog_bar=name in shown, batch_size=1)
+        # Of a plain number Lightning would make a tensor on the device, and wait for all that runs there.
+        on_host = torch.tensor(value)
+        module.log(name, on_host, on_step=True, on_epoch=False, prog_bar=name in shown, batch_size=1)
 
 
 def _quantile(counts: Tensor, q: float) -> float:

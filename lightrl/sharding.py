@@ -66,12 +66,11 @@ def total_norm(parameters: Iterable[Tensor]) -> Tensor:
 
 
 @torch.no_grad()
-def clip_to_norm(parameters: Iterable[Tensor], limit: float, norm: Tensor) -> None:
-    """Scale all gradients down, in place, where their ``norm`` is above ``limit``; the device is not waited for."""
+def clip_to_norm(parameters: Iterable[Tensor], limit: float, norm: float) -> None:
+    """Scale all gradients down, in place, where their ``norm`` is above ``limit``."""
     grads = [shard(p.grad) for p in parameters if p.grad is not None]
-    factor = (limit / (norm + 1e-6)).clamp(max=1.0)
-    if grads:
-        torch._foreach_mul_(grads, factor.to(grads[0].device))
+    if norm > limit and grads:
+        torch._foreach_mul_(grads, limit / (norm + 1e-6))
 
 
 @torch.no_grad()

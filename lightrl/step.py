@@ -152,7 +152,7 @@ class StepModule(LightningModule):
     def on_train_batch_end(self, outputs: Any, batch: StepBatch, batch_idx: int) -> None:
         """Stop it, and heed signals: between two steps, after callbacks, is where a checkpoint is exact."""
         seconds = time.perf_counter() - self._batch_started
-        self.log("time/train_step", seconds, on_step=True, on_epoch=False, batch_size=1)
+        log_step(self, {"time/train_step": seconds})
         strategy: Any = self.trainer.strategy
         if hasattr(strategy, "step_ended"):
             strategy.step_ended()
@@ -179,26 +179,26 @@ class StepModule(LightningModule):
         if not self.anything_live:
             _drop_gradients(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = total_norm(parameters)
-        if not torch.isfinite(norm):  # of finite losses: an overflow on the way back
+        norm = float(total_norm(parameters))
+        if not math.isfinite(norm):  # of finite losses: an overflow on the way back
             norm = self._refuse_gradient(optimizer, norm)
-        self.log("train/grad_norm", norm, on_step=True, on_epoch=False, batch_size=1)
+        log_step(self, {"train/grad_norm": norm})
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
         elif gradient_clip_val:
             clip_to_norm(parameters, float(gradient_clip_val), norm)
 
-    def _refuse_gradient(self, optimizer: Any, norm: Tensor) -> Tensor:
+    def _refuse_gradient(self, optimizer: Any, norm: float) -> float:
         """Raise, or skip the step; every rank has the same norm."""
         if self.on_nonfinite == "raise":
             raise RuntimeError(
-                f"step {self.trainer.global_step}: the norm of the gradient is {float(norm)}, though the loss is "
+                f"step {self.trainer.global_step}: the norm of the gradient is {norm}, though the loss is "
                 "finite. The weights are still those of before this step. RLModule(on_nonfinite='skip') goes on "
                 "without such steps"
             )
         _drop_gradients(optimizer)
         self._skipped += 1
-        return torch.zeros_like(norm)
+        return 0.0
 
     def configure_optimizers(self) -> Any:
         """The optimizer, without decay on vectors, and the learning rates' schedule by optimizer step."""

@@ -21,7 +21,7 @@ class Walk:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._modules: list[nn.Module] = []
-        self._parameters: list[tuple[str, nn.Module, str]] = []
+        self._parameters: list[tuple[str, nn.Parameter]] = []
         self._children, self._leaves = _Seen([]), _Seen([])
 
     def modules(self) -> list[nn.Module]:
@@ -37,11 +37,8 @@ class Walk:
         modules = self.modules()
         if not self._leaves.tables or self._leaves.changed():
             self._leaves = _Seen([m._parameters for m in modules])
-            self._parameters = []
-            for name, _ in self._model.named_parameters():
-                path, _, leaf = name.rpartition(".")
-                self._parameters.append((name, self._model.get_submodule(path), leaf))
-        return [(name, module._parameters[leaf]) for name, module, leaf in self._parameters]  # type: ignore[misc]
+            self._parameters = list(self._model.named_parameters())
+        return self._parameters
 
 
 class _Seen:

@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from lightrl.arguments import check_numbers
 from lightrl.callbacks.kl_monitor import TO_REFERENCE
+from lightrl.meter import log_step
 from lightrl.packing import StepBatch
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class AdaptiveKL(Callback):
         if batch.times_used == 0 and pl_module.anything_live:  # otherwise the KL is still that of an earlier step
             pl_module.kl_coef = self.adapted(pl_module.kl_coef, float(trainer.callback_metrics[TO_REFERENCE]))
         self.kl_coef = pl_module.kl_coef
-        pl_module.log("kl/coef", self.kl_coef, on_step=True, on_epoch=False, batch_size=1)
+        log_step(pl_module, {"kl/coef": self.kl_coef})
 
     @override
     def state_dict(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from lightrl.lora import is_adapter, merged_weight, ready_to_merge
 from lightrl.policy import plain_class
 from lightrl.quantized import is_quantized, plain_shape, plain_weight
 from lightrl.rng import forked_rng
-from lightrl.sharding import full_tensor, local_tensor, reshard, reshard_all, whole_in_place
+from lightrl.sharding import full_tensor, local_tensor, reshard, reshard_all, shard, whole_in_place
 from lightrl.walk import Walk
 
 if TYPE_CHECKING:
@@ -127,8 +127,10 @@ class PolicyWeights:
     def held(self) -> list[tuple[str, Tensor]] | None:
         """See :class:`Weights`: without adapters, and on one rank. The same list again while nothing has moved."""
         reshard_all(self._walk.modules())
-        parameters = [(n, p) for n, p in self._walk.parameters() if _is_wanted(n, self.shapes)]
-        places = [getattr(p, "_local_tensor", p).data_ptr() for _, p in parameters]
+        parameters = self._walk.parameters()
+        if self.shapes is not None:
+            parameters = [(n, p) for n, p in parameters if _is_wanted(n, self.shapes)]
+        places = [shard(p).data_ptr() for _, p in parameters]
         if places != self._places:
             self._places, self._held = places, _in_place(parameters)
         return self._held
