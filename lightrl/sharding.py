@@ -15,14 +15,13 @@ from lightrl.distributed import all_sum
 
 def reshard(model: nn.Module) -> None:
     """Have every parameter sharded again: a forward without backward leaves the root's gathered."""
-    reshard_all(model.modules())
+    for module in sharded_modules(model.modules()):
+        module.reshard()
 
 
-def reshard_all(modules: Iterable[nn.Module]) -> None:
-    """As :func:`reshard`, of modules one by one."""
-    for module in modules:
-        if isinstance(module, FSDPModule):
-            module.reshard()
+def sharded_modules(modules: Iterable[nn.Module]) -> list[FSDPModule]:
+    """Return those of ``modules`` that hold shards."""
+    return [m for m in modules if isinstance(m, FSDPModule)]
 
 
 def full_tensor(tensor: Tensor) -> Tensor:

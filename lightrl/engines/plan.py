@@ -118,12 +118,10 @@ class Copies:
     def __init__(self, names: list[str], sources: list[Tensor], places: list[Tensor]) -> None:
         self._names, self._sources, self._places = names, sources, places
         windows = [_window(i, place.shape) for i, place in enumerate(places)]
-        self._sent = [s[w] for s, w in zip(sources, windows, strict=True)]
-        self._held = [p[w] for p, w in zip(places, windows, strict=True)]
-        sizes = [w.numel() for w in self._held]
-        like = places[0] if places else torch.empty(0)
-        self._expected, self._found = (torch.empty(sum(sizes), dtype=like.dtype, device=like.device) for _ in range(2))
-        self._expected_parts, self._found_parts = self._expected.split(sizes), self._found.split(sizes)
+        self._sent = [s[w].flatten() for s, w in zip(sources, windows, strict=True)]
+        self._held = [p[w].flatten() for p, w in zip(places, windows, strict=True)]
+        self._mixed = len({p.dtype for p in places}) > 1
+        self._expected = self._found = torch.empty(0)
 
     def run(self) -> None:
         """:meth:`start` and :meth:`check`."""
@@ -135,8 +133,10 @@ class Copies:
         """Have the device copy, and a stretch of each tensor put beside what the engine holds of it then."""
         if self._names:
             torch._foreach_copy_(self._places, self._sources)
-            torch._foreach_copy_(self._expected_parts, self._sent)
-            torch._foreach_copy_(self._found_parts, self._held)
+            self._found = torch.cat(self._held)
+            pairs = zip(self._sent, self._held, strict=True)
+            sent = [s.to(h) for s, h in pairs] if self._mixed else self._sent
+            self._expected = torch.cat(sent).to(self._found)
 
     def check(self) -> None:
         """Wait for it, and compare.
@@ -145,7 +145,8 @@ class Copies:
             WeightSyncError: a stretch differs; the tensor is named.
         """
         if not torch.equal(_bits(self._expected), _bits(self._found)):
-            parts = zip(self._names, self._expected_parts, self._found_parts, strict=True)
+            sizes = [h.numel() for h in self._held]
+            parts = zip(self._names, self._expected.split(sizes), self._found.split(sizes), strict=True)
             wrong = [name for name, sent, held in parts if not torch.equal(_bits(sent), _bits(held))]
             raise not_as_sent(wrong)
 

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from lightrl.engines.base import WeightSyncError
 from lightrl.lora import is_adapter, merged_weight, ready_to_merge
 from lightrl.policy import plain_class
 from lightrl.quantized import is_quantized, plain_shape, plain_weight
 from lightrl.rng import forked_rng
-from lightrl.sharding import full_tensor, local_tensor, reshard, reshard_all, shard, whole_in_place
+from lightrl.sharding import full_tensor, local_tensor, reshard, shard, sharded_modules, whole_in_place
 from lightrl.walk import Walk
 
 if TYPE_CHECKING:
@@ -112,6 +113,8 @@ class PolicyWeights:
     def __init__(self, model: PreTrainedModel | nn.Module, dtype: torch.dtype, shapes: Shapes | None = None) -> None:
         self.model, self.dtype, self.shapes = model, dtype, shapes
         self._walk = Walk(model)
+        self._sharded: list[FSDPModule] = []
+        self._seen: list[tuple[str, nn.Parameter]] | None = None
         self._places: list[int] = []
         self._held: list[tuple[str, Tensor]] | None = None
 
@@ -126,14 +129,22 @@ class PolicyWeights:
 
     def held(self) -> list[tuple[str, Tensor]] | None:
         """See :class:`Weights`: without adapters, and on one rank. The same list again while nothing has moved."""
-        reshard_all(self._walk.modules())
+        self._reshard()
         parameters = self._walk.parameters()
+        if parameters is not self._seen:
+            self._sharded = sharded_modules(self._walk.modules())
+            self._reshard()
+            self._seen = parameters = self._walk.parameters()
         if self.shapes is not None:
             parameters = [(n, p) for n, p in parameters if _is_wanted(n, self.shapes)]
         places = [shard(p).data_ptr() for _, p in parameters]
         if places != self._places:
             self._places, self._held = places, _in_place(parameters)
         return self._held
+
+    def _reshard(self) -> None:
+        for module in self._sharded:
+            module.reshard()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """See :func:`iter_weights`."""
