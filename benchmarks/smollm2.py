@@ -1,6 +1,6 @@
 """A real model learns: SmolLM2-135M-Instruct on sums, in turns and at max_staleness 1 and 4, on one GPU.
 
-Wall time counts from the start of each run's process: imports, model, engine and evaluations are in it.
+Wall time counts from where the model's folder is there: imports, loading, engine start and evaluations are in it.
 """
 
 import argparse
@@ -170,7 +170,7 @@ def draw(rows: list[dict[str, Any]], picture: Path) -> None:
             panel.plot(x, y, "o-", markersize=3, linewidth=1.3, label=row["run"])
             panel.grid(axis="y", color="#dddddd", linewidth=0.7)
         axes[0].set(xlabel="optimizer step", ylabel="held-out pass@1", ylim=(-0.02, 1.04), title="SmolLM2-135M on sums")
-        axes[1].set(xlabel="seconds since the start of the process")
+        axes[1].set(xlabel="seconds, engine start included")
         axes[0].legend(loc="lower right", frameon=False, fontsize=8)
         figure.savefig(picture, dpi=150)
 
@@ -183,7 +183,8 @@ def publish(rows: list[dict[str, Any]], size: Size, report: Path) -> None:
 `python -m benchmarks smollm2`: SmolLM2-135M-Instruct (from 4 bits, all weights trained), GRPO on sums of
 two numbers up to {LARGEST}, one GPU. {size.steps} steps of {size.prompts} prompts x {MEMBERS} completions of at most
 {TOKENS} tokens; {settings}, clip 0.2, no KL, gradient norm 1; with an engine of its own `TruncatedToken()`. Held out:
-{size.pairs} pairs in both orders, {size.samples} samples each at temperature 1. Seconds count from a process's start.
+{size.pairs} pairs in both orders, {size.samples} samples each at temperature 1. One seed. Seconds count from where the
+model's folder is there: imports, engine start and evaluations are in them.
 
 {markdown(rows)}
 
