@@ -17,6 +17,7 @@ from lightrl.engines.base import WeightSyncError
 from lightrl.engines.janitor import Janitor, shared_files
 from lightrl.engines.loader import Loader
 from lightrl.engines.messages import EngineSpec, Output, Push, Request, encode, float_bytes
+from lightrl.engines.shortcuts import shorten_decoding
 from lightrl.engines.staging import SharedReader
 from lightrl.engines.vllm import OUTPUT, SCORE, llm_args, loader_of, prompt_logprobs, sampled
 from lightrl.weights.source import Weights
@@ -61,6 +62,7 @@ class ContinuousEngine:
         with compat.groups_held() as held:
             self.llm: Any = vllm.LLM(**args)
         self._end = compat.end_with(self.llm, held)
+        shorten_decoding(self.llm)
         self._janitor = Janitor() if spec.tensor_parallel_size > 1 else None
         if self._janitor is not None:
             self._janitor.add(shared_files())

@@ -19,6 +19,7 @@ from lightrl.distributed import all_objects, make_lone_group, rank, world_size
 from lightrl.engines import compat
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.loader import Loader
+from lightrl.engines.shortcuts import shorten_decoding
 from lightrl.engines.vllm_session import VLLMSession
 from lightrl.lora import check_engine_merges
 from lightrl.policy import plain_class
@@ -97,6 +98,7 @@ class VLLMEngine:
             with forked_rng(0), compat.process_kept(), compat.torchrun_environment(rank(), local_rank, world_size()):
                 self.llm: Any = vllm.LLM(**args)
         self._end = compat.end_with(self.llm, held)
+        shorten_decoding(self.llm)
         self._asleep = False
         self._loader: Any = loader_of(self.llm, self._tp_rank)
 
