@@ -20,7 +20,7 @@ def shorten_decoding(llm: Any) -> bool:
     """
     core = getattr(llm.llm_engine.engine_core, "engine_core", None)
     manager: Any = getattr(getattr(core, "scheduler", None), "kv_cache_manager", None)
-    groups = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
+    groups: Any = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
     if len(groups) != 1 or type(groups[0]).__name__ != "FullAttentionManager":
         return False
     if not all(hasattr(groups[0], name) for name in _NEEDED) or not hasattr(manager, "empty_kv_cache_blocks"):
