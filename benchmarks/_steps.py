@@ -43,7 +43,7 @@ class SetUp:
     """Completion, in tokens; None: as goes with the shape."""
     steps: int = WARM + STEPS
     lr: float = 1e-6
-    corrected: bool = False
+    corrected: bool = True
     """Weigh tokens by how far engine and trainer are apart, which measures that."""
     compiled: bool = True
     """The trainer's layers, on a GPU."""

@@ -9,7 +9,15 @@ from benchmarks._steps import SetUp, run
 needs = "gpus vllm"
 GPUS = (1, 2, 4, 8)
 SCALES, PUSHES, NOISE = 0.9, 1.5, 1.05
-COLUMNS = ("step", "time/generate", "time/train_step", "time/weight_sync", "time/swap", "peak")
+COLUMNS = (
+    "step",
+    "time/generate",
+    "time/train_step",
+    "time/weight_sync",
+    "time/swap",
+    "peak",
+    "mismatch/logprob_diff_mean",
+)
 
 
 def colocated(gpus: int, shape: str, **more: Any) -> list[SetUp]:
@@ -30,7 +38,7 @@ def rate(setup: SetUp, found: dict[str, float]) -> float:
 def row(setup: SetUp, found: dict[str, float]) -> str:
     kind = f"{setup.devices} train, {setup.num_engines} generate" if setup.num_engines else f"{setup.devices} in turns"
     name = f"{setup.shape}, {kind}, TP {setup.tensor_parallel_size}{', long tail' if setup.tail else ''}"
-    figures = " ".join(f"{found.get(c, float('nan')):10.3f}" for c in COLUMNS)
+    figures = " ".join(f"{found.get(c, float('nan')):10.4f}" for c in COLUMNS)
     return f"{name:44} {rate(setup, found):10.0f} {figures}"
 
 

@@ -19,7 +19,6 @@ WORK: dict[str, Any] = {
     "longest": 32,
     "steps": SWAPS,
     "lr": 0.0,
-    "corrected": True,
     "sleep": True,  # though both fit
     "compiled": False,  # which would take longer than it saves
     "engine_args": {"max_num_seqs": 16},  # graphs for so many are captured sooner

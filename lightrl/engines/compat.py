@@ -216,10 +216,9 @@ def drop_pools() -> None:
         return
     from vllm.device_allocator.cumem import CuMemAllocator
 
-    if CuMemAllocator.instance is None:
-        return
-    pools = CuMemAllocator.instance.allocator_and_pools
-    _allocators.extend(pool[1] for pool in pools.values())
+    pools: dict[str, Any] = getattr(getattr(CuMemAllocator, "instance", None), "allocator_and_pools", {})
+    for held in pools.values():  # (pool, allocator), or a list of these
+        _allocators.extend(allocator for _, allocator in (held if isinstance(held, list) else [held]))
     pools.clear()
     gc.collect()
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""What the GPU benchmarks ``step``, ``swaps_gpu`` and ``scaling`` run, on a CPU and tiny; their verdicts."""
+"""What GPU benchmarks of whole steps run, on a CPU and tiny; their verdicts."""
 
 import subprocess
 import time
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import _trl, scaling, step, swaps_gpu
+from benchmarks import _trl, async_gpus, scaling, step, swaps_gpu
 from benchmarks._steps import MEMBERS, STEPS, WARM, SetUp, fit, medians, steps_of
 
 
@@ -44,6 +44,14 @@ def test_the_plan_is_made_of_the_same_seconds() -> None:
 
 
 @pytest.mark.vllm
+def test_generation_beside_training_is_measured_by_equal_work() -> None:
+    alone = {"time/generate": 6.0, "time/train_step": 5.0, "step": 12.0, "tokens": 100.0}
+    alone["mismatch/logprob_diff_mean"] = 0.01
+    assert async_gpus.judge(alone, alone | {"step": 6.6}).ok
+    assert not async_gpus.judge(alone, alone | {"step": 6.6, "tokens": 90.0}).ok
+    assert not async_gpus.judge(alone | {"mismatch/logprob_diff_mean": 0.03}, alone | {"step": 6.6}).ok
+
+
 def test_swaps_are_measured_in_a_program_of_its_own() -> None:
     small = {"shape": "tiny", "share": 1.0, "steps": 20}
     result = swaps_gpu.main(limit=250, **small)
