@@ -154,7 +154,7 @@ def log_step(module: Any, means: Mapping[str, float], shown: frozenset[str] = fr
     """Log what is known of one optimizer step, equal on all ranks; ``shown`` are the names for the progress bar."""
     for name, value in means.items():
         # Of a plain number Lightning would make a tensor on the device, and wait for all that runs there.
-        on_host = torch.tensor(value)
+        on_host = torch.tensor(float(value))
         module.log(name, on_host, on_step=True, on_epoch=False, prog_bar=name in shown, batch_size=1)
 
 

@@ -61,7 +61,7 @@ def total_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the norm of all gradients together, over all ranks (a collective)."""
     grads = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm([shard(g) for g in grads])
-    return all_sum(norm.square()).sqrt() if any(isinstance(g, DTensor) for g in grads) else norm
+    return all_sum(norm.float().square()).sqrt() if any(isinstance(g, DTensor) for g in grads) else norm
 
 
 @torch.no_grad()

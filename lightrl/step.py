@@ -78,6 +78,7 @@ class StepModule(LightningModule):
         strategy: Any = self.trainer.strategy
         self.trainer.optimizers[0].zero_grad()
         meter, check, before = Meter(), FiniteCheck(), torch.zeros((), device=self.device)
+        self._measured = None  # of a step that failed
         for micro in batch.micro[:-1]:
             loss = self._micro_loss(micro, meter, check, last=False)
             strategy.backward(loss, None)
@@ -131,6 +132,21 @@ class StepModule(LightningModule):
             meter.add_sum(name, total, count)
         return meter.reduced(all_sum, all_max)
 
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Lightning's; while a GPU is at the last one of a step, wait for what its forwards have shown, and log it.
+
+        Raises:
+            RuntimeError: NaN or inf among the live tokens, before it reaches the weights (``on_nonfinite="raise"``).
+        """
+        super().backward(loss, *args, **kwargs)
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._measured is not None:
+            means, check, rollouts = self._measured
+            self._measured = None
+            self._log(means(), check, rollouts)
+
     def _log(self, means: dict[str, float], check: FiniteCheck, rollouts: list[Rollout]) -> None:
         self.anything_live = means[_TOKENS] > 0
         bad = check.noted(means)
@@ -163,19 +179,15 @@ class StepModule(LightningModule):
     def configure_gradient_clipping(
         self, optimizer: Any, gradient_clip_val: float | None = None, gradient_clip_algorithm: str | None = None
     ) -> None:
-        """Clip as the Trainer says, and log what was measured, and ``train/grad_norm``: the norm before clipping.
+        """Clip as the Trainer says, and log ``train/grad_norm``: the norm before clipping, over all ranks.
 
         A step without a live token on any rank changes nothing: torch's optimizers skip parameters whose gradient is
         None, while one of zeros would let momentum and weight decay move them. It counts in ``global_step``.
 
         Raises:
-            RuntimeError: NaN or inf among the live tokens or in the gradient, before it reaches the weights
-                (``on_nonfinite="raise"``).
+            RuntimeError: the norm is NaN or inf, which does not reach the weights (``on_nonfinite="raise"``).
         """
-        if self._measured is not None:
-            means, check, rollouts = self._measured
-            self._measured = None
-            self._log(means(), check, rollouts)
+        self._settle()  # once more, for those who replace backward()
         if not self.anything_live:
             _drop_gradients(optimizer)
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -185,7 +197,7 @@ class StepModule(LightningModule):
         log_step(self, {"train/grad_norm": norm})
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
-        elif gradient_clip_val:
+        elif gradient_clip_val is not None and gradient_clip_val > 0:
             clip_to_norm(parameters, float(gradient_clip_val), norm)
 
     def _refuse_gradient(self, optimizer: Any, norm: float) -> float:

@@ -31,7 +31,8 @@ class Swap:
         dtype: of the engine's weights.
         optimizers: returns those whose state makes room for the engine.
         sleep: give the engine's memory to the trainer at the trainer's turn; None: where both do not fit, which is
-            known once the trainer has had a turn.
+            known once ``steps`` has grown.
+        steps: returns how many optimizer steps were done.
         offload: give the optimizer's memory to the engine at the engine's turn; None: where both do not fit.
         shapes: what the engine takes; None: all that the policy has.
         phase: what a push, and all around it, is to happen in.
@@ -45,12 +46,14 @@ class Swap:
         *,
         optimizers: Callable[[], Iterable[torch.optim.Optimizer]],
         sleep: bool | None = True,
+        steps: Callable[[], int] = lambda: 0,
         offload: bool | None = None,
         shapes: Shapes | None = None,
         phase: Callable[[str], AbstractContextManager[None]] = lambda _: nullcontext(),
     ) -> None:
         self.engine, self._owner, self._dtype = engine, owner, dtype
         self._optimizers, self._sleep = optimizers, sleep
+        self._steps, self._steps_before = steps, steps()
         self._on_gpu = owner.device.type == "cuda"
         self._offload, self._offloaded, self._engine_bytes = offload, False, 0
         self._canary = Canary(owner.policy.config.get_text_config().vocab_size)
@@ -127,16 +130,18 @@ class Swap:
         """Whether every rank has room for a turn of the trainer beside the engine, as it is awake now."""
         if self._sleep or not self._on_gpu:
             return False
-        optimizers = list(self._optimizers())
-        has_trained = bool(optimizers) and all(optimizer.state for optimizer in optimizers)
-        return all(all_objects(has_trained and not self._offloaded and self._has_room_to_train()))
+        # A resumed run has an optimizer's state before it has trained, and so shown what training takes.
+        known = self._steps() > self._steps_before and not self._offloaded
+        return all(all_objects(known and self._has_room_to_train()))
 
     def _has_room_to_train(self) -> bool:
         device = self._owner.device
-        held = torch.cuda.memory_allocated(device)
-        kept = torch.cuda.memory_reserved(device) - held
-        most = torch.cuda.max_memory_allocated(device) - held  # that ever was in use beside what is held now
-        return self._free_bytes() + kept > _ROOM * most + _MARGIN_BYTES
+        # The most that ever was in use beside what is held now.
+        most = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
+        needed = _ROOM * most + _MARGIN_BYTES
+        if self._free_bytes() < needed:
+            torch.cuda.empty_cache()  # what torch keeps for later may be kept for the engine's graphs alone
+        return self._free_bytes() >= needed
 
     def _free_bytes(self) -> int:
         return torch.cuda.mem_get_info(self._owner.device)[0] if self._on_gpu else 0

@@ -142,6 +142,22 @@ def test_a_gradient_that_is_not_finite_reaches_no_weight() -> None:
     assert equal(weights(module.policy), weights(tiny_model()))
 
 
+class ClipsItself(RLModule):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        """As Lightning's documentation has it: without the one of the class above."""
+
+
+def test_a_hook_that_is_replaced_does_not_switch_the_check_off() -> None:
+    (good, bad), module = steps(), ClipsItself(tiny_model(), lr=1e-3)
+    bad.micro[1].advantages[0] = math.nan
+    found = train(module, [good])
+    assert math.isfinite(found[0]["train/loss"])
+    before = weights(module.policy)
+    with pytest.raises(RuntimeError, match="step 0: .*advantages is nan"):
+        train(module, [bad])
+    assert equal(weights(module.policy), before)
+
+
 class Infinite(RLModule):
     def loss(self, batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor | float]]:
         loss, metrics = super().loss(batch, logprobs)

@@ -7,16 +7,13 @@ import itertools
 import logging
 import os
 import warnings
-import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from lightrl.distributed import drop_lone_group
 from lightrl.optional import not_installed
 
 _DEFAULTS = {
@@ -163,82 +160,6 @@ def repack_tied_head(model: torch.nn.Module) -> None:
         if type(module).__name__ == "ParallelLMHead" and next(module.parameters()).device.type == "cpu":
             quant_method: Any = module.quant_method
             quant_method.process_weights_after_loading(module)
-
-
-_standing: set[object] = set()
-"""One entry for each engine of this process that shares vLLM's groups, or is being built."""
-
-
-@contextmanager
-def groups_held() -> Iterator[object]:
-    """Keep vLLM's process groups while an engine is built: another may end meanwhile, also by the garbage collector.
-
-    What it gives is for :func:`end_with`; where building fails, groups that nobody needs end.
-    """
-    held = object()
-    _standing.add(held)
-    try:
-        yield held
-    except BaseException:
-        _standing.discard(held)
-        _drop_groups()
-        raise
-
-
-def end_with(llm: Any, held: object) -> weakref.finalize[[Any, object], Any]:
-    """Have an in-process engine end when its ``llm`` is collected, or when what is returned is called, once.
-
-    vLLM's own finalizer would take the default process group with it, which is the trainer's.
-    """
-    engine = llm.llm_engine
-    finalizer = getattr(engine.engine_core, "_finalizer", None)
-    if finalizer is not None:
-        finalizer.detach()
-    return weakref.finalize(llm, _shut_down, engine, held)
-
-
-def _shut_down(engine: Any, held: object) -> None:
-    engine.model_executor.shutdown()
-    renderer: Any = getattr(engine, "renderer", None)
-    if hasattr(renderer, "shutdown"):
-        renderer.shutdown()  # or its idle threads stay until the garbage collector finds them
-    _standing.discard(held)
-    _drop_groups()
-
-
-_allocators: list[Any] = []
-"""Of memory that a sleeping engine can do without: torch calls them where it frees what they allocated."""
-
-
-def drop_pools() -> None:
-    """Give the device back what ended engines had: vLLM keeps it, and refuses to build another engine beside it."""
-    if _standing or not torch.cuda.is_initialized():
-        return
-    from vllm.device_allocator.cumem import CuMemAllocator
-
-    pools: dict[str, Any] = getattr(getattr(CuMemAllocator, "instance", None), "allocator_and_pools", {})
-    for held in pools.values():  # (pool, allocator), or a list of these
-        _allocators.extend(allocator for _, allocator in (held if isinstance(held, list) else [held]))
-    pools.clear()
-    gc.collect()
-    torch.cuda.empty_cache()
-
-
-def _drop_groups() -> None:
-    """End the process groups that vLLM made, unless an engine of this process still needs them."""
-    from vllm.distributed import parallel_state
-
-    if _standing:
-        return
-    if dist.is_initialized():
-        parallel_state.destroy_model_parallel()
-        if parallel_state._WORLD is not None:
-            parallel_state._WORLD.destroy()
-            parallel_state._WORLD = None
-    for name, value in list(vars(parallel_state).items()):  # they ended with the default group
-        if isinstance(value, parallel_state.GroupCoordinator):
-            setattr(parallel_state, name, None)
-    drop_lone_group()
 
 
 def add_request(engine: Any, name: str, prompt_ids: list[int], params: Any, cache_salt: str | None = None) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightrl.engines import compat
+from lightrl.engines import compat, ending
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.janitor import Janitor, shared_files
 from lightrl.engines.loader import Loader
@@ -59,9 +59,9 @@ class ContinuousEngine:
             "worker_extension_cls": "lightrl.engines.worker.WeightLoader",
             **spec.engine_args,
         }
-        with compat.groups_held() as held:
+        with ending.groups_held() as held:
             self.llm: Any = vllm.LLM(**args)
-        self._end = compat.end_with(self.llm, held)
+        self._end = ending.end_with(self.llm, held)
         shorten_decoding(self.llm)
         self._janitor = Janitor() if spec.tensor_parallel_size > 1 else None
         if self._janitor is not None:

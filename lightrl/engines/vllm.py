@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightrl.distributed import all_objects, make_lone_group, rank, world_size
-from lightrl.engines import compat
+from lightrl.engines import compat, ending
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.loader import Loader
 from lightrl.engines.shortcuts import shorten_decoding
@@ -92,12 +92,12 @@ class VLLMEngine:
             **(engine_args or {}),
         }
         gc.collect()  # an engine that nobody holds any more ends now, and not while the next takes its memory
-        compat.drop_pools()
-        with compat.groups_held() as held:
+        ending.drop_pools()
+        with ending.groups_held() as held:
             make_lone_group(device.type)
             with forked_rng(0), compat.process_kept(), compat.torchrun_environment(rank(), local_rank, world_size()):
                 self.llm: Any = vllm.LLM(**args)
-        self._end = compat.end_with(self.llm, held)
+        self._end = ending.end_with(self.llm, held)
         shorten_decoding(self.llm)
         self._asleep = False
         self._loader: Any = loader_of(self.llm, self._tp_rank)
@@ -177,7 +177,7 @@ class VLLMEngine:
             self._end()
             self.llm = self._loader = None
             self._config.cleanup()
-            compat.drop_pools()
+            ending.drop_pools()
 
 
 def loader_of(llm: Any, tp_rank: int) -> Loader:

@@ -102,6 +102,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
             self._engine_dtype,
             optimizers=lambda: self.optimizers,
             sleep=self.sleep,
+            steps=lambda: trainer.global_step,
             offload=self.offload_optimizer,
             phase=self.phase,
         )

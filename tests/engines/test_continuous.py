@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from lightrl.engines import compat
+from lightrl.engines import compat, ending
 from lightrl.engines.continuous import ContinuousEngine
 from lightrl.engines.messages import EngineSpec, Request
 from lightrl.engines.vllm import engine_config
@@ -34,7 +34,7 @@ def test_requests_that_cannot_be_served_are_value_errors_and_the_engine_goes_on(
                 assert not engine.busy
             with pytest.raises(ValueError, match="outside the vocabulary"):
                 engine.score([[5, 6], [7, VOCAB]])
-            compat._drop_groups()  # as another engine's end does, perhaps the garbage collector's
+            ending._drop_groups()  # as another engine's end does, perhaps the garbage collector's
             assert [len(s) for s in engine.score([[5, 6, 7], [8, 9]])] == [2, 1]
             assert not engine.busy
             engine.submit(Request("g", [5], 4))
