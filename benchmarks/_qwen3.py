@@ -4,6 +4,8 @@ from typing import Any
 
 import torch
 
+from lightrl.sharding import shard
+
 VOCAB = 151_936
 SHAPES = {
     "0.6B": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
@@ -36,7 +38,7 @@ def changed(policy: torch.nn.Module, seed: int) -> None:
     for factor, number in ((-0.02, seed - 1), (0.02, seed)):
         generator = torch.Generator(next(policy.parameters()).device).manual_seed(max(number, 0))
         for p in policy.parameters() if number >= 0 else ():
-            local = getattr(p, "_local_tensor", p)
+            local = shard(p)
             noise = torch.randn(local.shape, generator=generator, device=local.device, dtype=local.dtype)
             local.add_(noise, alpha=factor)
 

@@ -43,8 +43,6 @@ class SetUp:
     """Completion, in tokens; None: as goes with the shape."""
     steps: int = WARM + STEPS
     lr: float = 1e-6
-    corrected: bool = True
-    """Weigh tokens by how far engine and trainer are apart, which measures that."""
     compiled: bool = True
     """The trainer's layers, on a GPU."""
     sleep: bool | None = None
@@ -127,10 +125,10 @@ def fit(setup: SetUp, noted: Callable[[list[dict[str, float]]], None] = lambda _
     if setup.tail:  # random weights stop at random: one token in MEAN_OF_TAIL
         every = 4 if setup.shape == "tiny" else MEAN_OF_TAIL
         policy.generation_config.eos_token_id = list(range(3, policy.config.vocab_size, every))
-    correction = TruncatedToken() if setup.num_engines or setup.corrected else None
-    trainer.fit(
-        RLModule(policy, lr=setup.lr, torch_compile=on_gpu and setup.compiled, correction=correction), data_of(setup)
-    )
+    compiled = on_gpu and setup.compiled
+    # The correction also measures how far engine and trainer are apart.
+    module = RLModule(policy, lr=setup.lr, torch_compile=compiled, correction=TruncatedToken())
+    trainer.fit(module, data_of(setup))
     return steps
 
 

@@ -15,7 +15,12 @@ from lightrl.distributed import all_sum
 
 def reshard(model: nn.Module) -> None:
     """Have every parameter sharded again: a forward without backward leaves the root's gathered."""
-    for module in sharded_modules(model.modules()):
+    reshard_all(sharded_modules(model.modules()))
+
+
+def reshard_all(modules: Iterable[FSDPModule]) -> None:
+    """As :func:`reshard`, of modules one by one."""
+    for module in modules:
         module.reshard()
 
 

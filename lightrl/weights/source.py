@@ -14,7 +14,7 @@ from lightrl.lora import is_adapter, merged_weight, ready_to_merge
 from lightrl.policy import plain_class
 from lightrl.quantized import is_quantized, plain_shape, plain_weight
 from lightrl.rng import forked_rng
-from lightrl.sharding import full_tensor, local_tensor, reshard, shard, sharded_modules, whole_in_place
+from lightrl.sharding import full_tensor, local_tensor, reshard, reshard_all, shard, sharded_modules, whole_in_place
 from lightrl.walk import Walk
 
 if TYPE_CHECKING:
@@ -129,11 +129,11 @@ class PolicyWeights:
 
     def held(self) -> list[tuple[str, Tensor]] | None:
         """See :class:`Weights`: without adapters, and on one rank. The same list again while nothing has moved."""
-        self._reshard()
+        reshard_all(self._sharded)
         parameters = self._walk.parameters()
         if parameters is not self._seen:
             self._sharded = sharded_modules(self._walk.modules())
-            self._reshard()
+            reshard_all(self._sharded)
             self._seen = parameters = self._walk.parameters()
         if self.shapes is not None:
             parameters = [(n, p) for n, p in parameters if _is_wanted(n, self.shapes)]
@@ -141,10 +141,6 @@ class PolicyWeights:
         if places != self._places:
             self._places, self._held = places, _in_place(parameters)
         return self._held
-
-    def _reshard(self) -> None:
-        for module in self._sharded:
-            module.reshard()
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         """See :func:`iter_weights`."""
