@@ -12,9 +12,9 @@ CHUNK_SIZE = 2**28
 """Logits held at once: 512 MiB in bfloat16."""
 
 
-def _kernels(logits: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    """Return what computes statistics and gradient where ``logits`` lie."""
-    if not logits.is_cuda:
+def _kernels(hidden: Tensor) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """Return what computes statistics and gradient where ``hidden`` lies."""
+    if not hidden.is_cuda:
         return statistics, gradient
     from lightrl import head_kernels
 
@@ -41,10 +41,11 @@ class FusedLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         """See :func:`lightrl.logprobs.chunked_token_logprobs`."""
         found = hidden.new_empty((3, len(hidden)), dtype=torch.float32)
+        statistics_of, _ = _kernels(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _parts(len(hidden), chunk_size // len(weight)):
                 logits = hidden[part] @ weight.T
-                found[:, part] = _kernels(logits)[0](logits, bias, targets[part], temperature)
+                found[:, part] = statistics_of(logits, bias, targets[part], temperature)
         logprobs, log_z, entropies = found.unbind()
         ctx.save_for_backward(hidden, weight, bias, targets, log_z, entropies)
         ctx.temperature, ctx.chunk_size = temperature, chunk_size
@@ -61,10 +62,11 @@ class FusedLogprobs(torch.autograd.Function):
         grad_hidden = torch.zeros_like(hidden, dtype=torch.float32) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         grad_bias = torch.empty_like(bias) if ctx.needs_input_grad[2] else None
+        _, gradient_of = _kernels(hidden)
         with torch.autocast(hidden.device.type, enabled=False):
             for part in _parts(len(weight), ctx.chunk_size // max(1, len(hidden))):
                 logits = hidden @ weight[part].T
-                grad = _kernels(logits)[1](
+                grad = gradient_of(
                     logits,
                     None if bias is None else bias[part],
                     targets - part.start,
@@ -88,10 +90,13 @@ class FusedLogprobs(torch.autograd.Function):
 def statistics(logits: Tensor, bias: Tensor | None, targets: Tensor, temperature: float) -> Tensor:
     """Return logprob of the target, log of the normaliser, and entropy of each row: float32 [3, n] of logits [n, V]."""
     scores = _scores(logits, bias, temperature)
-    log_z = scores.logsumexp(-1)
+    top = scores.amax(-1, keepdim=True)
+    scores = scores - top  # what is certain has a small entropy, which a difference of large numbers would lose
+    weights = scores.exp()
+    total = weights.sum(-1)
     picked = scores.gather(-1, targets[:, None])[:, 0]
-    mean = ((scores - log_z[:, None]).exp() * scores).sum(-1)
-    return torch.stack([picked - log_z, log_z, log_z - mean])
+    mean = torch.where(weights == 0.0, 0.0, weights * scores).sum(-1) / total  # 0 * -inf would be NaN
+    return torch.stack([picked - total.log(), total.log() + top[:, 0], total.log() - mean])
 
 
 def gradient(

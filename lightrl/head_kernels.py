@@ -66,6 +66,15 @@ def gradient(
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def _scores(logits, bias, inside, factor, HAS_BIAS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Logits as they were sampled from, in float32; -inf outside."""
+    x = tl.load(logits, mask=inside, other=-float("inf")).to(tl.float32)
+    if HAS_BIAS:
+        x += tl.load(bias, mask=inside, other=0.0).to(tl.float32)
+    return x * factor
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def _statistics(  # type: ignore[no-untyped-def]
     logits,
     bias,
@@ -79,32 +88,27 @@ def _statistics(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,  # noqa: N803
 ):
     row = tl.program_id(0)
-    scores = logits + row.to(tl.int64) * stride
+    row_logits = logits + row.to(tl.int64) * stride
     top = -float("inf")
     total = 0.0  # sum of exp(score - top) so far
-    weighted = 0.0  # sum of exp(score - top) * score
+    weighted = 0.0  # sum of exp(score - top) * (score - top)
     for start in range(0, width, BLOCK):
         at = start + tl.arange(0, BLOCK)
         inside = at < width
-        x = tl.load(scores + at, mask=inside, other=-float("inf")).to(tl.float32)
-        if HAS_BIAS:
-            x += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-        x *= factor
+        x = _scores(row_logits + at, bias + at, inside, factor, HAS_BIAS)
         new = tl.maximum(top, tl.max(x, 0))
         shift = tl.where(new == -float("inf"), 0.0, new)
         kept = tl.exp(top - shift)
         e = tl.exp(x - shift)
+        lower = tl.where(total == 0.0, 0.0, total * (top - shift))  # 0 * -inf would be NaN
+        weighted = (weighted + lower) * kept + tl.sum(tl.where(e == 0.0, 0.0, e * (x - shift)), 0)
         total = total * kept + tl.sum(e, 0)
-        weighted = weighted * kept + tl.sum(tl.where(e == 0.0, 0.0, e * x), 0)  # 0 * -inf would be NaN
         top = new
-    log_z = tl.log(total) + top
     target = tl.load(targets + row)
-    picked = tl.load(scores + target).to(tl.float32)
-    if HAS_BIAS:
-        picked += tl.load(bias + target).to(tl.float32)
-    tl.store(found + row, picked * factor - log_z)
-    tl.store(found + found_stride + row, log_z)
-    tl.store(found + 2 * found_stride + row, log_z - weighted / total)
+    picked = _scores(row_logits + target, bias + target, True, factor, HAS_BIAS)
+    tl.store(found + row, picked - top - tl.log(total))
+    tl.store(found + found_stride + row, top + tl.log(total))
+    tl.store(found + 2 * found_stride + row, tl.log(total) - weighted / total)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -127,10 +131,7 @@ def _gradient(  # type: ignore[no-untyped-def]
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width
     place = logits + row.to(tl.int64) * stride + at
-    x = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        x += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
-    logprob = x * factor - tl.load(log_z + row)
+    logprob = _scores(place, bias + at, inside, factor, HAS_BIAS) - tl.load(log_z + row)
     p = tl.exp(logprob)
     upstream = tl.load(grad_logprobs + row)
     through = p * upstream

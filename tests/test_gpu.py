@@ -1,4 +1,4 @@
-"""What runs on a GPU only: the compiled head, the variable-length kernel, pushes into an engine that sleeps."""
+"""What runs on a GPU only: the head's kernels, the variable-length kernel, pushes into an engine that sleeps."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,7 +43,7 @@ def relative(found: torch.Tensor, right: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize(("dtype", "bar"), [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)], ids=["float32", "bfloat16"])
-def test_compiled_chunks_equal_float64(dtype: torch.dtype, bar: float) -> None:
+def test_kernels_on_chunks_equal_float64(dtype: torch.dtype, bar: float) -> None:
     # 4 rows of logits at once forward (2048 // 300 = 6), 32 columns backward (2048 // 38 = 53): neither divides.
     n, d, v, chunk_size, temperature = 38, 24, 300, 2048, 0.7
     random = torch.Generator().manual_seed(0)
