@@ -134,6 +134,11 @@ def model_of(llm: Any) -> torch.nn.Module:
     return worker.get_model()  # type: ignore[no-any-return]
 
 
+def scheduler_of(llm: Any) -> Any:
+    """Return the scheduler of an engine in this process, None of another."""
+    return getattr(getattr(llm.llm_engine.engine_core, "engine_core", None), "scheduler", None)
+
+
 def sampled_so_far(llm: Any) -> dict[str, int]:
     """Return how many tokens each unfinished request has sampled, by the id that the request was given."""
     return {name: int(state.detokenizer.num_output_tokens()) for name, state in _unfinished(llm)}

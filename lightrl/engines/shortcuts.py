@@ -9,6 +9,8 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from lightrl.engines import compat
+
 _NEEDED = ("block_size", "req_to_blocks", "num_cached_block")
 
 
@@ -18,8 +20,7 @@ def shorten_decoding(llm: Any) -> bool:
     Returns:
         Whether it does; another version of vLLM or kind of cache may not be as it has to be.
     """
-    core = getattr(llm.llm_engine.engine_core, "engine_core", None)
-    manager: Any = getattr(getattr(core, "scheduler", None), "kv_cache_manager", None)
+    manager: Any = getattr(compat.scheduler_of(llm), "kv_cache_manager", None)
     groups: Any = getattr(getattr(manager, "coordinator", None), "single_type_managers", ())
     if len(groups) != 1 or type(groups[0]).__name__ != "FullAttentionManager":
         return False
