@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from typing import Any
 
@@ -14,6 +15,8 @@ from lightrl.policy import decoder_layers
 from lightrl.quantized import quantized_parameters
 from lightrl.sharding import store_frozen
 
+_SHARE = 0.25
+"""Of a device's memory, that all layers and their gradient may take so that communication is saved."""
 PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 _SMALLEST_BF16_LR = 1e-5  # below it most updates round to nothing in bfloat16 weights
 
@@ -30,6 +33,21 @@ def check_learning_rate(lr: float | None, precision: str) -> None:
 def engine_dtype(precision: str) -> torch.dtype:
     """Return the dtype of the weights of an engine beside a model that is trained in ``precision``."""
     return torch.float32 if precision == "32-true" else torch.bfloat16
+
+
+def fits_whole(model: nn.Module, precision: str, device: torch.device) -> bool:
+    """Whether a rank may hold all of ``model`` as it is computed with, and its gradient in float32.
+
+    Counted is the whole of the device's memory: what is free of it is not the same in every run.
+    """
+    parameters = list(model.parameters())
+    computed = sum(p.numel() for p in parameters) * engine_dtype(precision).itemsize
+    gradient = sum(p.numel() for p in parameters if p.requires_grad) * torch.float32.itemsize
+    if device.type == "cuda":
+        memory = torch.cuda.get_device_properties(device).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return computed + gradient <= _SHARE * memory
 
 
 def shard_model(

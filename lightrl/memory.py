@@ -155,6 +155,7 @@ def estimate_memory(
     tensor_parallel_size: int = 1,
     sleep: bool = True,
     offload_optimizer: bool = True,
+    keeps_layers: bool = False,
 ) -> MemoryPlan:
     """Say what each device holds while ``"colocated_vllm"`` trains and while it samples.
 
@@ -172,6 +173,8 @@ def estimate_memory(
         tensor_parallel_size: ranks that share an engine.
         sleep: the strategy's.
         offload_optimizer: the strategy's.
+        keeps_layers: each device has all layers and their gradient whole while it trains, as the strategy lets it where
+            they take a quarter of its memory at most.
 
     Raises:
         ValueError: precision or optimizer is unknown, or a count is below 1.
@@ -195,23 +198,31 @@ def estimate_memory(
             trained * choice.state_bytes * stored / 4 / devices if choice.on_device else 0,
             samples=not offload_optimizer,
         ),
-        *_rows_of_a_backward_pass(size, computed, max_tokens_per_micro_batch, gradient_checkpointing),
+        *_rows_of_layers(size, computed, keeps_layers),
+        *_rows_of_a_micro_batch(size, computed, max_tokens_per_micro_batch, gradient_checkpointing),
         Row("engine weights", size.base * computed / tensor_parallel_size, trains=not sleep),
         Row("engine cache", cached_tokens * cached * computed, trains=not sleep),
     )
     return MemoryPlan(tuple(r for r in rows if r.bytes))
 
 
-def _rows_of_a_backward_pass(size: ModelSize, computed: int, tokens: int, gradient_checkpointing: bool) -> list[Row]:
-    """What a micro-batch of ``tokens`` needs beside the state: ``computed`` is the bytes of one computed value."""
+def _rows_of_layers(size: ModelSize, computed: int, all_of_them: bool) -> list[Row]:
+    """What is gathered of the policy in a backward pass: ``computed`` is the bytes of one computed value."""
+    gathered = size.base + size.adapters if all_of_them else 2 * size.layer + size.outside
+    trained = size.trained / (size.base + size.adapters)
+    reduced = (size.layer + size.outside) * trained
+    parts = {
+        "all layers, gathered" if all_of_them else "two layers and the rest, gathered": gathered * computed,
+        # And the float32 copy that is reduced.
+        "their gradients, before reduction": reduced * computed + 4 * (size.trained if all_of_them else reduced),
+    }
+    return [Row(name, bytes, samples=False) for name, bytes in parts.items()]
+
+
+def _rows_of_a_micro_batch(size: ModelSize, computed: int, tokens: int, gradient_checkpointing: bool) -> list[Row]:
+    """What ``tokens`` of one need in its backward pass beside the state and the layers."""
     kept = size.kept_per_token * (1 if gradient_checkpointing else size.layers)
     kept += size.hidden * size.layers if gradient_checkpointing else 0
     logits = min(CHUNK_SIZE, tokens * size.vocabulary)
-    unreduced = (size.layer + size.outside) * size.trained / (size.base + size.adapters)
-    parts = {
-        "two layers and the rest, gathered": (2 * size.layer + size.outside) * computed,
-        "their gradients, before reduction": unreduced * (computed + 4),  # and the float32 copy that is reduced
-        "activations": tokens * kept * computed,
-        "logits of a chunk": logits * computed,
-    }
+    parts = {"activations": tokens * kept * computed, "logits of a chunk": logits * computed}
     return [Row(name, bytes, samples=False) for name, bytes in parts.items()]

@@ -29,6 +29,16 @@ THIRD_PARTY_VARIABLES = ("LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"
 GRACE_SECONDS = 3.0
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    asking = [item for item in items if item.get_closest_marker("gpu")]
+    if asking:
+        import torch
+
+        if not torch.cuda.is_available():
+            for item in asking:
+                item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
 def distributed_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in RANK_VARIABLES + THIRD_PARTY_VARIABLES if name in os.environ}
 
@@ -38,10 +48,11 @@ def live_threads() -> set[threading.Thread]:
 
 
 def live_children() -> set[psutil.Process]:
-    # Python's own helper for shared memory: one a process, until it exits.
+    # Python's own helper for shared memory, one a process, until it exits; and MPI's, where Lightning looks whether it
+    # was started by MPI: a process whose helper is killed ends at once.
     tracker = resource_tracker._resource_tracker._pid
-    children = psutil.Process().children()
-    return {child for child in children if child.pid != tracker and child.status() != psutil.STATUS_ZOMBIE}
+    children = [c for c in psutil.Process().children() if c.pid != tracker and c.status() != psutil.STATUS_ZOMBIE]
+    return {child for child in children if child.name() != "orted"}
 
 
 def process_group_is_up() -> bool:

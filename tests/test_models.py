@@ -262,10 +262,10 @@ def test_frozen_weights_are_kept_in_bf16_where_they_are_computed_in_it() -> None
 class Float32Base(ColocatedHFStrategy):
     """Keeps frozen weights in float32, and rounds them at each forward."""
 
-    def _shard(self, model: Any, *, offload: bool = False) -> None:
+    def _shard(self, model: Any, **how: bool) -> None:
         frozen = [p for p in model.parameters() if not p.requires_grad]
         for p in frozen:
             p.requires_grad_(True)
-        super()._shard(model, offload=offload)
+        super()._shard(model, **how)
         for name, p in model.named_parameters():
             p.requires_grad_(is_adapter(name))

@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import LambdaCallback
 from torch.distributed.tensor import DTensor
 
 from lightrl import RLModule
@@ -68,7 +70,12 @@ def step_batch(module: RLModule, rollouts: list[Any], cuts: int) -> StepBatch:
 
 
 def train(
-    strategy: Any, cuts: list[int], aggregation: str = "token", devices: int = 1, **module_args: Any
+    strategy: Any,
+    cuts: list[int],
+    aggregation: str = "token",
+    devices: int = 1,
+    callbacks: list[Any] | None = None,
+    **module_args: Any,
 ) -> dict[str, Any]:
     """Run the same steps with lightrl: ``cuts[i]`` micro-batches in step i."""
     module = SGDModule(tiny_model(), aggregation=aggregation, **module_args)
@@ -79,6 +86,7 @@ def train(
         devices=devices,
         max_steps=STEPS,
         gradient_clip_val=CLIP,
+        callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
@@ -137,17 +145,64 @@ def test_wiping_gradients_where_lightning_does_would_show(monkeypatch: pytest.Mo
     assert relative_error(train("auto", [4]), plain_loop()) > 100 * BAR
 
 
+TIGHT = {"defer_grad_sync": False, "reshard_after_forward": True}
+CUTS_OF_TWO_RANKS = [3, 1, 4]
+LAYERS = 2
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("deferred", [False, True])
-def test_two_ranks_give_the_same_step(deferred: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("args", "gathers", "reductions"),
+    [
+        (TIGHT, 1 + 2 * LAYERS, 1 + LAYERS),  # the root and each layer, layers once more in the backward
+        (TIGHT | {"defer_grad_sync": True}, 1 + 2 * LAYERS, 0),
+        ({}, 0, 0),
+    ],
+    ids=["each micro-batch", "deferred", "where there is room"],
+)
+def test_two_ranks_give_the_same_step(args: dict[str, bool], gathers: int, reductions: int, tmp_path: Path) -> None:
     out = tmp_path / "trained.pt"
     subprocess.run(
-        [sys.executable, "-m", "tests.test_training_step", str(out), json.dumps(deferred)], check=True, timeout=240
+        [sys.executable, "-m", "tests.test_training_step", str(out), json.dumps(args)], check=True, timeout=240
     )
-    assert relative_error(torch.load(out), plain_loop()) < BAR
+    found = torch.load(out)
+    assert relative_error(found["weights"], plain_loop()) < BAR
+    _, one, four = found["counts"]  # of steps of 3, 1 and 4 micro-batches
+    assert [b - a for a, b in zip(one, four, strict=True)] == [3 * gathers, 3 * reductions]
+
+
+class Counts:
+    """Of gatherings and reductions, at the end of each step."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+        self._now = [0, 0]
+        names = ("all_gather_single", "reduce_scatter_single")
+        if not hasattr(dist, names[0]):  # as they were called
+            names = ("all_gather_into_tensor", "reduce_scatter_tensor")
+        for i, name in enumerate(names):
+            setattr(dist, name, self._counting(i, getattr(dist, name)))
+
+    def _counting(self, i: int, collective: Any) -> Any:
+        def counted(*args: Any, **how: Any) -> Any:
+            self._now[i] += 1
+            return collective(*args, **how)
+
+        return counted
+
+    def note(self) -> None:
+        self.steps.append(self._now)
+        self._now = [0, 0]
+
+
+def on_two_ranks(out: str, args: str) -> None:
+    counts = Counts()
+    noted = LambdaCallback(on_train_batch_end=lambda *_: counts.note())
+    strategy = sharded(**json.loads(args))
+    weights = train(strategy, CUTS_OF_TWO_RANKS, devices=2, callbacks=[noted])
+    if rank() == 0:
+        torch.save({"weights": weights, "counts": counts.steps}, out)
 
 
 if __name__ == "__main__":
-    trained = train(sharded(defer_grad_sync=json.loads(sys.argv[2])), [3, 1, 4], devices=2)
-    if rank() == 0:
-        torch.save(trained, sys.argv[1])
+    on_two_ranks(*sys.argv[1:])

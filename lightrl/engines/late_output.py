@@ -47,15 +47,13 @@ class Notes:
         (stale,) = (name for name in _STALE if hasattr(request, name))
         return cls(longest - 1, stops, stale, len(request._output_token_ids))
 
-    def to_pass_on(self, request: Any) -> tuple[list[int], Any]:
-        """Return token ids and, as vLLM has them, logprobs, and forget them."""
-        from vllm.v1.outputs import LogprobsLists
-
+    def to_pass_on(self, request: Any, kind: Any) -> tuple[list[int], Any]:
+        """Return token ids, and logprobs in vLLM's ``kind`` of lists, and forget them."""
         ids = request._output_token_ids[self.passed_on : self.passed_on + len(self.logprobs)]
         values = np.array(self.logprobs, dtype=np.float32)[:, None]
         self.passed_on += len(ids)
         self.logprobs = []
-        return ids, LogprobsLists(np.array(ids)[:, None], values, np.zeros(len(ids), np.int64))
+        return ids, kind(np.array(ids)[:, None], values, np.zeros(len(ids), np.int64))
 
 
 class LateOutput:
@@ -66,12 +64,14 @@ class LateOutput:
     """
 
     def __init__(self, scheduler: Any, processor: Any) -> None:
-        from vllm.v1.request import RequestStatus
-
         self._scheduler, self._processor = scheduler, processor
         self._vllms = scheduler.update_from_output
-        self._running = RequestStatus.RUNNING
-        self._ahead = type(scheduler).__name__ == "AsyncScheduler"  # schedules a step before it knows what the last made
+        # Of vLLM, known when it has made some: classes of an output and of logprobs, and a status.
+        self._outputs: Any = None
+        self._lists: Any = None
+        self._running: Any = None
+        # It schedules a step before it knows what the last one made.
+        self._ahead = type(scheduler).__name__ == "AsyncScheduler"
 
     def __call__(self, scheduled: Any, sampled: Any) -> dict[int, Any]:
         """See vLLM's ``Scheduler.update_from_output``."""
@@ -130,24 +130,24 @@ class LateOutput:
         if notes is None:
             if request is not None and output.finish_reason is None and _is_plain(request):
                 setattr(request, _NOTES, Notes.of(request, self._scheduler.max_model_len))
+                self._outputs, self._lists = type(output), type(output.new_logprobs)
+                self._running = type(request.status).RUNNING
             return
         new = len(output.new_token_ids)
         if notes.logprobs:
-            ids, logprobs = notes.to_pass_on(request)
+            ids, logprobs = notes.to_pass_on(request, self._lists)
             output.new_token_ids = ids + output.new_token_ids
             output.new_logprobs = _joined(logprobs, output.new_logprobs)
         notes.passed_on += new
 
     def pass_on(self) -> None:
         """Have vLLM's front end know all that was noted."""
-        from vllm.v1.engine import EngineCoreOutput
-
         outputs = []
         for name, request in self._scheduler.requests.items():
             notes = getattr(request, _NOTES, None)
             if notes is not None and notes.logprobs:
-                ids, logprobs = notes.to_pass_on(request)
-                outputs.append(EngineCoreOutput(name, ids, new_logprobs=logprobs))
+                ids, logprobs = notes.to_pass_on(request, self._lists)
+                outputs.append(self._outputs(name, ids, new_logprobs=logprobs))
         self._processor.process_outputs(outputs)
 
 
@@ -181,12 +181,10 @@ def _joined(first: Any, then: Any) -> Any:
 
 def _is_plain(request: Any) -> bool:
     """Whether nobody reads what a request samples before it ends, and nothing but a token or a length ends it."""
-    from vllm.sampling_params import RequestOutputKind
-
     params = request.sampling_params
     return (
         params is not None
-        and params.output_kind == RequestOutputKind.FINAL_ONLY
+        and params.output_kind.name == "FINAL_ONLY"
         and params.logprobs == 0
         and params.flat_logprobs
         and not params.min_tokens

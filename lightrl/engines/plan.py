@@ -7,7 +7,8 @@ not made. What they do besides copying has no place in a plan, and then there is
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+import random
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lightrl.engines.base import WeightSyncError, not_as_sent
+from lightrl.weights.source import in_chunks
 
-_CHUNK_BYTES = 2**28
 _WINDOW = 64
 _PLAIN = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
 
@@ -84,7 +85,7 @@ class CopyPlan:
             WeightSyncError: one has no place, did not arrive, or is missing.
         """
         sent: set[str] = set()
-        for chunk in _chunks(weights):
+        for chunk in in_chunks(weights, lambda tensor: tensor.nbytes):
             sent |= {name for name, _ in chunk}
             self._copies(chunk).run()
         self._check(sent)
@@ -200,20 +201,7 @@ def _is_plain(model: nn.Module) -> bool:
 
 def _window(index: int, shape: torch.Size) -> tuple[Any, ...]:
     """Return the index of a stretch in one row of a tensor: contiguous, as fast copies want it."""
-    draw = torch.Generator().manual_seed(index)
-    row = [int(torch.randint(size, (), generator=draw)) for size in shape[:-1]]
-    start = int(torch.randint(max(shape[-1] - _WINDOW, 0) + 1, (), generator=draw)) if shape else 0
+    draw = random.Random(index)
+    row = [draw.randrange(size) for size in shape[:-1]]
+    start = draw.randrange(max(shape[-1] - _WINDOW, 0) + 1) if shape else 0
     return (*row, slice(start, start + _WINDOW)) if shape else (...,)
-
-
-def _chunks(weights: Iterable[tuple[str, Tensor]]) -> Iterator[list[tuple[str, Tensor]]]:
-    chunk: list[tuple[str, Tensor]] = []
-    size = 0
-    for name, tensor in weights:
-        chunk.append((name, tensor))
-        size += tensor.nbytes
-        if size >= _CHUNK_BYTES:
-            yield chunk
-            chunk, size = [], 0
-    if chunk:
-        yield chunk

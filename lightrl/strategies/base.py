@@ -15,8 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
+from lightrl.distributed import all_objects
 from lightrl.engines.session import RoundSession, Session
-from lightrl.fsdp import PRECISIONS, check_learning_rate, engine_dtype, shard_model
+from lightrl.fsdp import PRECISIONS, check_learning_rate, engine_dtype, fits_whole, shard_model
 from lightrl.strategies.watched import WatchedStrategy
 
 if TYPE_CHECKING:
@@ -31,8 +32,10 @@ class RolloutStrategy(WatchedStrategy):
     Args:
         sync_every: optimizer steps between two pushes of the weights into the engine.
         defer_grad_sync: reduce gradients once a step and not once a micro-batch: less communication, but each GPU holds
-            a full unsharded gradient. One rank always does so: it holds all of it anyway.
-        reshard_after_forward: free gathered layers after their forward pass and gather them again in the backward.
+            a full unsharded gradient. None: where all layers and the gradient take a quarter of the device's memory at
+            most. One rank always does so: it holds all of it anyway.
+        reshard_after_forward: free gathered layers after their forward pass and gather them again in the backward;
+            otherwise they are gathered once a step. None: as goes with ``defer_grad_sync=None``.
         kwargs: ``timeout`` of :class:`WatchedStrategy`, ``save_in_background`` of :class:`SavingStrategy`,
             ``process_group_backend`` of Lightning's ``ModelParallelStrategy``.
 
@@ -47,8 +50,8 @@ class RolloutStrategy(WatchedStrategy):
     def __init__(
         self,
         sync_every: int = 1,
-        defer_grad_sync: bool = False,
-        reshard_after_forward: bool = True,
+        defer_grad_sync: bool | None = None,
+        reshard_after_forward: bool | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
@@ -64,6 +67,7 @@ class RolloutStrategy(WatchedStrategy):
         self._trainer: pl.Trainer | None = None
         self._pushed_version: int | None = None  # None: the engine has nothing of ours yet
         self._due_since: int | None = None  # the step from which sync_every counts
+        self._keeps_layers = self._defers = False
 
     # -- what a rollout source needs ----------------------------------------------------------------------------------
 
@@ -160,30 +164,36 @@ class RolloutStrategy(WatchedStrategy):
             raise ValueError(
                 f"{type(module).__name__} has no `policy`: {type(self).__name__} trains a lightrl.RLModule"
             )
-        self._shard(module.policy)
+        self._choose_what_to_keep(module.policy)
+        self._shard(module.policy, keep=self._keeps_layers)
         if getattr(module, "reference", None) is not None:
             self._shard(module.reference, offload=module.reference_device == "cpu")
         for companion in getattr(module, "companions", list)():
             self._shard(companion)
         super().setup(trainer)
 
-    def _shard(self, model: nn.Module, *, offload: bool = False) -> None:
+    def _choose_what_to_keep(self, policy: nn.Module) -> None:
+        room = all(all_objects(fits_whole(policy, str(self.precision_plugin.precision), self.root_device)))
+        alone = self.world_size == 1
+        self._keeps_layers = alone or (room if self.reshard_after_forward is None else not self.reshard_after_forward)
+        self._defers = alone or (room if self.defer_grad_sync is None else self.defer_grad_sync)
+
+    def _shard(self, model: nn.Module, *, keep: bool = False, offload: bool = False) -> None:
         shard_model(
             model,
             self.device_mesh["data_parallel"],
             str(self.precision_plugin.precision),
             self.root_device,
-            reshard_after_forward=self.reshard_after_forward,
+            reshard_after_forward=not keep,
             offload=offload,
         )
 
     def sync_gradients(self, last: bool) -> None:
-        """Say whether the coming micro-batch is the step's last: with ``defer_grad_sync`` only that one is reduced."""
+        """Say whether the coming micro-batch is the step's last, after which gradients are reduced and layers freed."""
         policy: Any = self.lightning_module.policy  # type: ignore[union-attr]
-        alone = self.world_size == 1
-        if alone:
+        if self._keeps_layers:
             policy.set_reshard_after_backward(last)
-        if alone or self.defer_grad_sync:
+        if self._defers:
             policy.set_requires_gradient_sync(last)
             policy.set_is_last_backward(last)
 

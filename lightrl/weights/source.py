@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,13 @@ from lightrl.lora import is_adapter, merged_weight, ready_to_merge
 from lightrl.policy import plain_class
 from lightrl.quantized import is_quantized, plain_shape, plain_weight
 from lightrl.rng import forked_rng
-from lightrl.sharding import full_tensor, local_tensor, reshard, reshard_all, shard, sharded_modules, whole_in_place
+from lightrl.sharding import full_tensors, local_tensor, reshard, reshard_all, shard, sharded_modules, whole_in_place
 from lightrl.walk import Walk
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_CHUNK_BYTES = 2**28
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.", "base_layer.")
 
@@ -167,9 +168,8 @@ def iter_weights(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield (checkpoint name, full tensor in ``dtype``) for every parameter, in module order, a tied one once.
 
-    With LoRA the names and shapes are the base's and a weight is W + scale B A, made in float32 one tensor at a time:
-    nothing of the policy is written to. A collective where the model is sharded: every rank must run the iterator to
-    its end.
+    With LoRA the names and shapes are the base's and a weight is W + scale B A, made in float32: nothing of the policy
+    is written to. A collective where the model is sharded: every rank must run the iterator to its end.
 
     Args:
         model: perhaps sharded.
@@ -181,15 +181,42 @@ def iter_weights(
     """
     reshard(model)
     adapted = ready_to_merge(model)
-    for name, parameter in model.named_parameters():
-        if is_adapter(name) or not _is_wanted(name, shapes):
-            continue
-        weight = full_tensor(plain_weight(parameter))
-        path, _, leaf = name.rpartition(".")
-        layer = adapted.get(path.removesuffix(".base_layer"))
-        if layer is not None and leaf == "weight":
-            weight = merged_weight(layer, weight)
-        yield checkpoint_name(name), weight.to(dtype)
+    wanted = ((n, p) for n, p in model.named_parameters() if not is_adapter(n) and _is_wanted(n, shapes))
+    for chunk in in_chunks(wanted, lambda p: plain_shape(p).numel() * dtype.itemsize):
+        layers = [_adapted_layer(adapted, name) for name, _ in chunk]
+        plain = [plain_weight(parameter) for _, parameter in chunk]
+        # What an adapter is added to is added up as it is, and rounded afterwards.
+        kinds = [w.dtype if layer is not None else dtype for w, layer in zip(plain, layers, strict=True)]
+        for (name, _), layer, whole in zip(chunk, layers, full_tensors(plain, kinds), strict=True):
+            weight = whole if layer is None else merged_weight(layer, whole)
+            yield checkpoint_name(name), weight.to(dtype)
+
+
+def _adapted_layer(adapted: Mapping[str, Any], name: str) -> Any:
+    path, _, leaf = name.rpartition(".")
+    return adapted.get(path.removesuffix(".base_layer")) if leaf == "weight" else None
+
+
+_Pair = TypeVar("_Pair", bound=tuple[str, Tensor])
+
+
+def in_chunks(pairs: Iterable[_Pair], size_of: Callable[[Tensor], int]) -> Iterator[list[_Pair]]:
+    """Yield (name, tensor) pairs together, so many that what is made of them takes about 256 MiB at once.
+
+    Args:
+        pairs: perhaps made one by one.
+        size_of: returns the bytes of what is made of one.
+    """
+    chunk: list[_Pair] = []
+    size = 0
+    for pair in pairs:
+        chunk.append(pair)
+        size += size_of(pair[1])
+        if size >= _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 @torch.no_grad()
