@@ -1,5 +1,6 @@
 """What runs on a GPU only: the head's kernels, the variable-length kernel, pushes into an engine that sleeps."""
 
+import multiprocessing
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from msgspec import structs
 
 from lightrl import attention
+from lightrl.engines.shared import Mirror, SharedBuffer
 from lightrl.logprobs import chunked_token_logprobs, get_logprobs
 from lightrl.packing import pack
 from lightrl.policy import PolicyForward
@@ -172,3 +175,37 @@ def test_an_ended_engine_gives_its_memory_back_and_another_may_follow(tmp_path: 
     with_engine, without = taken[::2], taken[1::2]
     assert min(without) - max(with_engine) > 5 * 2**30  # a tenth of the device was an engine's
     assert without[0] - without[-1] < 2**28
+
+
+# -- memory of another process -----------------------------------------------------------------------------------------
+
+
+def mirrored(memory: Any, end: Any) -> None:
+    mirrors = [Mirror(memory), Mirror(structs.replace(memory, gpu="another"))]
+    end.send([m.tensor.data_ptr() for m in mirrors])
+    while end.recv():
+        for m in mirrors:
+            m.refresh()
+        end.send([m.tensor.tolist() for m in mirrors])
+
+
+def test_memory_of_another_process_is_seen_as_it_is_now() -> None:
+    buffer, context = SharedBuffer(8, DEVICE), multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=mirrored, args=(buffer.memory, there))
+    process.start()
+    try:
+        assert here.poll(60), "it did not open the memory"
+        assert len(set(here.recv())) == 2, "read where it lies, and copied"
+        for value in (1, 2):
+            buffer.tensor.fill_(value)
+            torch.cuda.synchronize()
+            here.send(True)
+            assert here.poll(60), "it did not look again"
+            assert here.recv() == [[value] * 8] * 2
+        here.send(False)
+        process.join(60)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()

@@ -97,6 +97,8 @@ class SharedMemory(Struct, frozen=True):
     counter_offset: int
     event: bytes
     wait: bool
+    gpu: str
+    """That it lies on, by a name which all processes know it by."""
 
 
 class Configure(Struct, tag=True, frozen=True):

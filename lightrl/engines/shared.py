@@ -23,7 +23,7 @@ class SharedBuffer:
         """uint8 [num_bytes]."""
         storage: Any = self.tensor.untyped_storage()
         _, *words = storage._share_cuda_()
-        self.memory = SharedMemory(*words)
+        self.memory = SharedMemory(*words, gpu_name(device))
 
 
 def open_shared(memory: SharedMemory) -> Tensor:
@@ -42,3 +42,41 @@ def open_shared(memory: SharedMemory) -> Tensor:
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(f"the trainer's GPU memory cannot be opened here ({error}): use transport='wire'") from error
     return torch.empty(0, dtype=torch.uint8, device="cuda").set_(storage)
+
+
+def gpu_name(device: torch.device | None = None) -> str:
+    """Return what all processes know a GPU by, of this process the current one."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+class Mirror:
+    """Another process's memory as it is seen from this process's GPU.
+
+    On the same GPU it is read where it lies. From another one it is copied as a whole, which uses more of the link than
+    copies of many tensors do, and does not wait for what this GPU is at.
+
+    Args:
+        memory: it stays open.
+
+    Raises:
+        ValueError: it cannot be opened from here.
+    """
+
+    def __init__(self, memory: SharedMemory) -> None:
+        self._there = self.tensor = open_shared(memory)
+        self._stream: torch.cuda.Stream | None = None
+        if memory.gpu == gpu_name():
+            return
+        try:
+            self.tensor = torch.empty_like(self._there)
+        except torch.OutOfMemoryError:
+            return  # every tensor comes over the link by itself
+        self._stream = torch.cuda.Stream()
+        torch.cuda.synchronize()  # what had this memory before may be under way on another stream
+
+    def refresh(self) -> None:
+        """Have :attr:`tensor` hold what there is now, for all that follows on the current stream."""
+        if self._stream is not None:
+            with torch.cuda.stream(self._stream):
+                self.tensor.copy_(self._there, non_blocking=True)
+            torch.cuda.current_stream().wait_stream(self._stream)

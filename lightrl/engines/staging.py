@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightrl.engines.messages import CHUNK_BYTES, Chunk, Push, SharedMemory, TensorMeta, encode
-from lightrl.engines.shared import SharedBuffer, open_shared
+from lightrl.engines.shared import Mirror, SharedBuffer
 from lightrl.weights.source import HeldWeights, Weights
 
 _ALIGNMENT = 16
@@ -89,6 +89,7 @@ class SharedReader:
 
     def __init__(self) -> None:
         self._place: tuple[SharedMemory, list[TensorMeta]] | None = None
+        self._mirror: Mirror | None = None
         self._weights = HeldWeights([])
 
     def weights(self, push: Push) -> HeldWeights:
@@ -98,9 +99,11 @@ class SharedReader:
             ValueError: the memory cannot be opened from here.
         """
         assert push.shared is not None
-        if self._place != (push.shared, push.tensors):
-            self._weights = HeldWeights(views(open_shared(push.shared), push.tensors))
+        if self._mirror is None or self._place != (push.shared, push.tensors):
+            self._mirror = Mirror(push.shared)
+            self._weights = HeldWeights(views(self._mirror.tensor, push.tensors))
             self._place = push.shared, push.tensors
+        self._mirror.refresh()
         return self._weights
 
 
