@@ -23,7 +23,8 @@ class SharedBuffer:
         """uint8 [num_bytes]."""
         storage: Any = self.tensor.untyped_storage()
         _, *words = storage._share_cuda_()
-        self.memory = SharedMemory(*words, gpu_name(device))
+        words.append(gpu_name(device))
+        self.memory = SharedMemory(*words)
 
 
 def open_shared(memory: SharedMemory) -> Tensor:
