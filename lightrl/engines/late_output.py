@@ -17,7 +17,14 @@ from lightrl.engines import compat
 _NOTES = "lightrl_notes"
 _STALE = ("num_stale_output_tokens", "async_tokens_to_discard")
 """Of a request, by version of vLLM: how much of what is under way for it will not count."""
-_OTHERWISE = ("pooler_output", "num_nans_in_logits", "kv_connector_output", "routed_experts", "sampling_masks")
+_OTHERWISE = (
+    "pooler_output",
+    "num_nans_in_logits",
+    "kv_connector_output",
+    "routed_experts",
+    "aux_output_connector_output",
+    "sampling_masks",
+)
 """Of what a step returned: what vLLM has to see to."""
 
 
@@ -187,6 +194,7 @@ def _is_plain(request: Any) -> bool:
         and params.output_kind.name == "FINAL_ONLY"
         and params.logprobs == 0
         and params.flat_logprobs
+        and not params.stop
         and not params.min_tokens
         and not getattr(params, "repetition_detection", None)
         and request.structured_output_request is None

@@ -135,6 +135,28 @@ def test_most_tokens_are_noted(made: dict[str, Any]) -> None:
     assert made["vllm's"] <= 2 * len(own) + others + 3  # first and last of each, and chunks of the longest prompt
 
 
+@pytest.mark.vllm
+@pytest.mark.parametrize(("how", "plain"), [({}, True), ({"stop": ["w7"], "detokenize": True}, False)])
+def test_text_that_ends_a_request_is_looked_for_after_every_token(how: dict[str, Any], plain: bool) -> None:
+    compat.import_vllm()
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.request import Request
+
+    params = compat.sampling_params(**OUTPUT | how, max_tokens=9, output_kind=RequestOutputKind.FINAL_ONLY)
+    assert late_output._is_plain(Request("a", [5], params, None)) == plain
+
+
+@pytest.mark.parametrize("name", ["routed_experts", "aux_output_connector_output"])
+def test_what_comes_beside_the_tokens_goes_vllms_way(name: str) -> None:
+    """Two versions' names of the experts that every token went to."""
+    seen: list[Any] = []
+    scheduler = SimpleNamespace(update_from_output=lambda *both: seen.append(both) or {}, requests={})
+    scheduled = SimpleNamespace(num_scheduled_tokens={"a": 1}, scheduled_spec_decode_tokens={})
+    sampled = SimpleNamespace(logprobs=SimpleNamespace(cu_num_generated_tokens=None), **{name: {"a": object()}})
+    assert LateOutput(scheduler, None)(scheduled, sampled) == {}
+    assert seen == [(scheduled, sampled)]
+
+
 def test_other_schedulers_are_left_alone() -> None:
     scheduler = SimpleNamespace(update_from_output=max)
     core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
