@@ -215,20 +215,26 @@ def test_an_offloaded_reference_says_the_same() -> None:
     assert all(p.offload_to_cpu for g in groups if g is not None for p in g.fsdp_params)
 
 
+REFRESH = 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_an_offloaded_reference_is_in_cpu_memory_and_says_the_same(precision: Any, tmp_path: Path) -> None:
     found = []
     for device in (None, "cpu"):
         seen = References()
-        module = tiny_module(kl_coef=0.01, lr=1e-2, reference_device=device, ref_refresh_every=2)
+        module = tiny_module(kl_coef=0.01, lr=1e-2, reference_device=device, ref_refresh_every=REFRESH)
         trainer = quiet_trainer(accelerator="gpu", max_steps=4, precision=precision, callbacks=[seen])
         trainer.fit(module, tiny_data())
         trainer.save_checkpoint(tmp_path / "last.ckpt")
         assert module.reference is not None
         assert {local_tensor(p).device.type for p in module.reference.parameters()} == {device or "cuda"}
         found.append(seen.seen)
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    # Later it is a copy of what was trained, which on a GPU is not the same twice: attention's backward adds up in any
+    # order.
+    assert all(torch.equal(a, b) for a, b in zip(*(seen[:REFRESH] for seen in found), strict=True))
+    assert not any(torch.equal(seen[REFRESH - 1], seen[REFRESH]) for seen in found)
     assert "lightrl_reference" in torch.load(tmp_path / "last.ckpt", weights_only=True)
 
 
