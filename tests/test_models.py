@@ -15,6 +15,7 @@ from lightrl.lora import is_adapter
 from lightrl.policy import PolicyForward
 from lightrl.sharding import local_tensor
 from lightrl.strategies import ColocatedHFStrategy
+from lightrl.weights.canary import Canary
 from lightrl.weights.source import iter_weights
 from tests.helpers.fits import BAR, Witness
 from tests.helpers.tiny import random_rollouts, tiny_model
@@ -134,6 +135,19 @@ def test_compiled_layers_give_the_same_gradient_and_serve_rows_of_any_length(arg
             torch.testing.assert_close(found[1][name], want, rtol=1e-4, atol=1e-5)
     assert len(graphs) == 1
     assert graphs.pop() > 0
+
+
+def test_nothing_is_compiled_to_check_a_push() -> None:
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()  # what other tests have compiled would serve
+    counters.clear()
+    module = tiny_module(torch_compile=True)
+    module.configure_model()
+    assert len(Canary(module.policy.config.vocab_size).trainer_logprobs(module)) == 3
+    assert not counters["stats"]["unique_graphs"]
+    gradient(module, packed=True)
+    assert counters["stats"]["unique_graphs"]
 
 
 # -- the reference ----------------------------------------------------------------------------------------------------
