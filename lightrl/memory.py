@@ -173,8 +173,7 @@ def estimate_memory(
         tensor_parallel_size: ranks that share an engine.
         sleep: the strategy's.
         offload_optimizer: the strategy's.
-        keeps_layers: each device has all layers and their gradient whole while it trains, as the strategy lets it where
-            they take a quarter of its memory at most. A single device always has.
+        keeps_layers: each device has all layers and their gradient whole while it trains; a single one always has.
 
     Raises:
         ValueError: precision or optimizer is unknown, or a count is below 1.
@@ -186,6 +185,7 @@ def estimate_memory(
     stored, computed, choice = _TRAINED[precision], _COMPUTED[precision], OPTIMIZERS[optimizer]
     packed = size.quantizable if quantize else 0
     trained = size.trained + (size.base if own_critic else 0)
+    state = trained * choice.state_bytes * stored / 4
     frozen = size.base + size.adapters - size.trained - packed
     cached = size.cached_per_token / min(tensor_parallel_size, size.kv_heads)
     rows = (
@@ -193,11 +193,7 @@ def estimate_memory(
         Row("weights, frozen", frozen * computed / devices + packed * _NF4),
         Row("reference", size.base * computed / devices if reference else 0),
         Row("gradients", trained * stored / devices),
-        Row(
-            "optimizer state",
-            trained * choice.state_bytes * stored / 4 / devices if choice.on_device else 0,
-            samples=not offload_optimizer,
-        ),
+        Row("optimizer state", state / devices if choice.on_device else 0, samples=not offload_optimizer),
         *_rows_of_layers(size, packed, computed, keeps_layers or devices == 1),
         *_rows_of_a_micro_batch(size, computed, max_tokens_per_micro_batch, gradient_checkpointing),
         Row("engine weights", size.base * computed / tensor_parallel_size, trains=not sleep),

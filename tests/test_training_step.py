@@ -83,9 +83,7 @@ def train(
     return weights_of(module)
 
 
-def fit(
-    module: RLModule, strategy: Any, cuts: list[int], devices: int = 1, callbacks: list[Any] | None = None
-) -> None:
+def fit(module: RLModule, strategy: Any, cuts: list[int], devices: int = 1, callbacks: list[Any] | None = None) -> None:
     loader = SizedLoader(STEPS, lambda i: step_batch(module, rollouts_of_step(i), cuts[i % len(cuts)]))
     trainer = Trainer(
         strategy=strategy,
