@@ -119,6 +119,8 @@ def forget_step(model: nn.Module) -> None:
     """
     for module in sharded_modules(model.modules()):
         state: Any = module._get_fsdp_state()
+        if state._is_root is None:  # it has seen no forward
+            continue
         state._training_state = TrainingState.IDLE
         state._state_ctx.iter_forward_root = None
         state._state_ctx.post_backward_final_callback_queued = False

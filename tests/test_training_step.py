@@ -154,7 +154,7 @@ def test_wiping_gradients_where_lightning_does_would_show(monkeypatch: pytest.Mo
 
 
 class Broken(SGDModule):
-    """Raises at the third micro-batch, once."""
+    """Raises at the start or at the third micro-batch, once."""
 
     def __init__(self, place: str) -> None:
         super().__init__(tiny_model())
@@ -163,6 +163,11 @@ class Broken(SGDModule):
     def configure_model(self) -> None:
         super().configure_model()
         self.policy.model.layers[1].mlp.register_forward_hook(self._break)
+
+    def on_train_start(self) -> None:
+        if self.left == 3 and self.place == "start":
+            self.left = 0
+            self._raise()
 
     def _break(self, mlp: Any, inputs: Any, output: torch.Tensor) -> None:
         self.left -= 1
@@ -186,7 +191,7 @@ def fit_broken(module: Broken, strategy: Any, devices: int = 1) -> None:
         fit(module, strategy, [4], devices)
 
 
-@pytest.mark.parametrize("place", ["loss", "forward", "backward"])
+@pytest.mark.parametrize("place", ["start", "loss", "forward", "backward"])
 def test_a_step_that_broke_off_leaves_nothing_for_the_next_fit(place: str) -> None:
     module = Broken(place)
     fit_broken(module, sharded())
