@@ -136,9 +136,8 @@ def strategy_of(setup: SetUp) -> Any:
     from lightrl.strategies import AsyncVLLMStrategy, ColocatedVLLMStrategy
 
     on_gpu = setup.shape != "tiny"
-    share = 0.85 if setup.num_engines else 0.45
-    args = ({"gpu_memory_utilization": share, "max_num_seqs": 512} if on_gpu else {}) | setup.engine_args
-    tp = setup.tensor_parallel_size
+    share, tp = 0.85 if setup.num_engines else 0.45, setup.tensor_parallel_size
+    args = ({"gpu_memory_utilization": share, "max_num_seqs": 512 * tp} if on_gpu else {}) | setup.engine_args
     if not setup.num_engines:
         return ColocatedVLLMStrategy(tensor_parallel_size=tp, engine_args=args, sleep=setup.sleep)
     return AsyncVLLMStrategy(

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 
 from lightrl.policy import decoder_layers
 from lightrl.quantized import quantized_parameters
-from lightrl.sharding import store_frozen
+from lightrl.sharding import sharded_modules, store_frozen
 
 _SHARE = 0.25
 """Of a device's memory, that all layers and their gradient may take so that communication is saved."""
@@ -61,6 +62,8 @@ def shard_model(
 ) -> None:
     """Shard each decoder layer and the rest of ``model``, in place, and move it to ``device``; once only.
 
+    Of a model that is sharded already only what its layers do after their forward pass is changed.
+
     Args:
         model: on every rank the same.
         mesh: of one dimension.
@@ -72,12 +75,17 @@ def shard_model(
     Raises:
         ValueError: it was sharded for another precision before.
     """
+    # One rank has nothing to gather, only copies to make.
+    reshard = reshard_after_forward and mesh.size() > 1
+    layers: list[Any] = [] if isinstance(model, nn.Linear) else list(decoder_layers(model))
     if isinstance(model, FSDPModule):
         if (before := getattr(model, "sharded_for", precision)) != precision:
             raise ValueError(
                 f"precision={precision!r}, and an earlier run has made this model ready for {before!r}: make a new "
                 "RLModule, of a model that no run has had (load_from_checkpoint keeps what was learned)"
             )
+        for layer in layers:
+            layer.set_reshard_after_forward(reshard, recurse=False)
         return
     if precision == "bf16-true":
         model.to(torch.bfloat16)
@@ -94,12 +102,37 @@ def shard_model(
     # Nothing here writes in place to a model's output, which is what this warns of.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", module="lightning")
-    # One rank has nothing to gather, only copies to make.
-    reshard = reshard_after_forward and mesh.size() > 1
-    for layer in [] if isinstance(model, nn.Linear) else decoder_layers(model):
+    for layer in layers:
         fully_shard(layer, reshard_after_forward=reshard, **options)
     # By default the root keeps what it has gathered, which is the device's memory that offloading is to save.
     fully_shard(model, reshard_after_forward=True if offload else None, **options)
     model.sharded_for = precision  # type: ignore[assignment]
     if not offload:
         model.to(device)
+
+
+def forget_step(model: nn.Module) -> None:
+    """Have the next forward of ``model`` begin a step, after an exception in the middle of one.
+
+    Gradients that were to be reduced later are dropped, and layers are freed. Does what torch's ``reset_iter_state``
+    does, which older versions lack and which keeps gradients.
+    """
+    for module in sharded_modules(model.modules()):
+        state: Any = module._get_fsdp_state()
+        if state._is_root is None:  # it has seen no forward
+            continue
+        state._training_state = TrainingState.IDLE
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.post_forward_order.clear()
+        group = state._fsdp_param_group
+        if group is None:
+            continue
+        group._training_state = TrainingState.IDLE
+        group._all_gather_result = None
+        group._post_forward_indices.clear()
+        for param in group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
+        module.reshard()

@@ -173,8 +173,7 @@ def estimate_memory(
         tensor_parallel_size: ranks that share an engine.
         sleep: the strategy's.
         offload_optimizer: the strategy's.
-        keeps_layers: each device has all layers and their gradient whole while it trains, as the strategy lets it where
-            they take a quarter of its memory at most.
+        keeps_layers: each device has all layers and their gradient whole while it trains; a single one always has.
 
     Raises:
         ValueError: precision or optimizer is unknown, or a count is below 1.
@@ -186,6 +185,7 @@ def estimate_memory(
     stored, computed, choice = _TRAINED[precision], _COMPUTED[precision], OPTIMIZERS[optimizer]
     packed = size.quantizable if quantize else 0
     trained = size.trained + (size.base if own_critic else 0)
+    state = trained * choice.state_bytes * stored / 4
     frozen = size.base + size.adapters - size.trained - packed
     cached = size.cached_per_token / min(tensor_parallel_size, size.kv_heads)
     rows = (
@@ -193,12 +193,8 @@ def estimate_memory(
         Row("weights, frozen", frozen * computed / devices + packed * _NF4),
         Row("reference", size.base * computed / devices if reference else 0),
         Row("gradients", trained * stored / devices),
-        Row(
-            "optimizer state",
-            trained * choice.state_bytes * stored / 4 / devices if choice.on_device else 0,
-            samples=not offload_optimizer,
-        ),
-        *_rows_of_layers(size, computed, keeps_layers),
+        Row("optimizer state", state / devices if choice.on_device else 0, samples=not offload_optimizer),
+        *_rows_of_layers(size, packed, computed, keeps_layers or devices == 1),
         *_rows_of_a_micro_batch(size, computed, max_tokens_per_micro_batch, gradient_checkpointing),
         Row("engine weights", size.base * computed / tensor_parallel_size, trains=not sleep),
         Row("engine cache", cached_tokens * cached * computed, trains=not sleep),
@@ -206,9 +202,9 @@ def estimate_memory(
     return MemoryPlan(tuple(r for r in rows if r.bytes))
 
 
-def _rows_of_layers(size: ModelSize, computed: int, all_of_them: bool) -> list[Row]:
+def _rows_of_layers(size: ModelSize, packed: int, computed: int, all_of_them: bool) -> list[Row]:
     """What is gathered of the policy in a backward pass: ``computed`` is the bytes of one computed value."""
-    gathered = size.base + size.adapters if all_of_them else 2 * size.layer + size.outside
+    gathered = size.base + size.adapters - packed if all_of_them else 2 * size.layer + size.outside
     trained = size.trained / (size.base + size.adapters)
     reduced = (size.layer + size.outside) * trained
     parts = {

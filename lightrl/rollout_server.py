@@ -102,8 +102,8 @@ class RolloutServer:
         server = _PromptServer(
             self.queue_address, self._token, self._pages(tokenized), self._spec(needed), self._shapes()
         )
-        print(f"rollout server listens on {server.address}", flush=True)
         with suppress(KeyboardInterrupt):  # which is how it is ended
+            print(f"rollout server listens on {server.address}", flush=True)
             server.serve()
 
     def _pages(self, prompts: list[Prompt]) -> list[bytes]:

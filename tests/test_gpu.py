@@ -180,30 +180,32 @@ def test_an_ended_engine_gives_its_memory_back_and_another_may_follow(tmp_path: 
 # -- memory of another process -----------------------------------------------------------------------------------------
 
 
-def mirrored(memory: Any, end: Any) -> None:
-    mirrors = [Mirror(memory), Mirror(structs.replace(memory, gpu="another"))]
-    end.send([m.tensor.data_ptr() for m in mirrors])
+def mirrored(memories: Any, end: Any) -> None:
+    here, elsewhere = (Mirror(m) for m in memories)
+    end.send([m.tensor is m._there for m in (here, elsewhere)])
     while end.recv():
-        for m in mirrors:
+        for m in (here, elsewhere):
             m.refresh()
-        end.send([m.tensor.tolist() for m in mirrors])
+        end.send([m.tensor.tolist() for m in (here, elsewhere)])
 
 
 def test_memory_of_another_process_is_seen_as_it_is_now() -> None:
-    buffer, context = SharedBuffer(8, DEVICE), multiprocessing.get_context("spawn")
-    here, there = context.Pipe()
-    process = context.Process(target=mirrored, args=(buffer.memory, there))
+    buffers, context = [SharedBuffer(8, DEVICE) for _ in range(2)], multiprocessing.get_context("spawn")
+    near, far = context.Pipe()
+    memories = buffers[0].memory, structs.replace(buffers[1].memory, gpu="another")
+    process = context.Process(target=mirrored, args=(memories, far))
     process.start()
     try:
-        assert here.poll(60), "it did not open the memory"
-        assert len(set(here.recv())) == 2, "read where it lies, and copied"
+        assert near.poll(60), "it did not open the memory"
+        assert near.recv() == [True, False], "read where it lies, and copied"
         for value in (1, 2):
-            buffer.tensor.fill_(value)
+            for buffer in buffers:
+                buffer.tensor.fill_(value)
             torch.cuda.synchronize()
-            here.send(True)
-            assert here.poll(60), "it did not look again"
-            assert here.recv() == [[value] * 8] * 2
-        here.send(False)
+            near.send(True)
+            assert near.poll(60), "it did not look again"
+            assert near.recv() == [[value] * 8] * 2
+        near.send(False)
         process.join(60)
         assert process.exitcode == 0
     finally:

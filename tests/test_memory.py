@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import LambdaCallback
 
 from lightrl import RLModule
 from lightrl.algorithms import PPO
@@ -34,7 +35,9 @@ RUNS: dict[str, tuple[Any, dict[str, Any], str]] = {
 def test_weights_gradients_and_optimizer_are_what_a_run_allocates(name: str) -> None:
     kind, args, precision = RUNS[name]
     module = kind(tiny_model(), lr=1e-3, **args)
-    trainer = quiet_trainer(max_steps=1, precision=precision)
+    gathered: list[int] = []
+    seen = LambdaCallback(on_before_backward=lambda *_: gathered.append(allocated(module.policy.parameters())))
+    trainer = quiet_trainer(max_steps=1, precision=precision, callbacks=[seen])
     trainer.fit(module, tiny_data())
     size = model_size(tiny_model().config, lora=args.get("lora"), trainable=args.get("trainable"))
     copied, own = module.reference is not None, args.get("critic") == "own"
@@ -46,6 +49,7 @@ def test_weights_gradients_and_optimizer_are_what_a_run_allocates(name: str) -> 
     weight = trained[0].element_size()
     assert rows["weights, trained"] == allocated(trained) - head * weight
     assert rows.get("weights, frozen", 0) == allocated(p for p in parameters if not p.requires_grad)
+    assert [rows["all layers, gathered"]] == gathered
     assert rows["gradients"] == allocated(p.grad for p in trained if p.grad is not None) - head * weight
     state = [v for s in trainer.optimizers[0].state.values() for v in s.values() if v.ndim]
     assert rows["optimizer state"] == allocated(state) - 2 * head * weight
@@ -68,13 +72,13 @@ def test_the_cache_holds_as_many_tokens_as_the_engine_says() -> None:
 
 def test_what_shares_memory_over_devices_and_what_does_not() -> None:
     size = model_size(tiny_model().config)
-    one, two = (
+    two, four = (
         {r.name: r.bytes for r in estimate_memory(size, devices=n, tensor_parallel_size=n, reference=True).rows}
-        for n in (1, 2)
+        for n in (2, 4)
     )
     shared = {"weights, trained", "reference", "gradients", "optimizer state", "engine weights"}
-    assert {name for name in one if two[name] == one[name] / 2} == shared  # with one key head the cache is on both
-    assert {name for name in one if two[name] == one[name]} == set(one) - shared
+    assert {name for name in two if four[name] == two[name] / 2} == shared  # with one key head the cache is on all
+    assert {name for name in two if four[name] == two[name]} == set(two) - shared
 
 
 def test_options_that_save_memory_do() -> None:
@@ -85,6 +89,8 @@ def test_options_that_save_memory_do() -> None:
     assert estimate_memory(size, optimizer="adamw_8bit").training < plain.training
     assert estimate_memory(size, optimizer="adamw_offload").training < plain.training
     assert estimate_memory(size, gradient_checkpointing=True).training < plain.training
+    shared = estimate_memory(size, devices=2)
+    assert estimate_memory(size, devices=2, keeps_layers=True).training > shared.training
     assert estimate_memory(size, sleep=False).training > plain.training
     assert estimate_memory(size, offload_optimizer=False).rollouts > plain.rollouts
 

@@ -79,6 +79,11 @@ def train(
 ) -> dict[str, Any]:
     """Run the same steps with lightrl: ``cuts[i]`` micro-batches in step i."""
     module = SGDModule(tiny_model(), aggregation=aggregation, **module_args)
+    fit(module, strategy, cuts, devices, callbacks)
+    return weights_of(module)
+
+
+def fit(module: RLModule, strategy: Any, cuts: list[int], devices: int = 1, callbacks: list[Any] | None = None) -> None:
     loader = SizedLoader(STEPS, lambda i: step_batch(module, rollouts_of_step(i), cuts[i % len(cuts)]))
     trainer = Trainer(
         strategy=strategy,
@@ -93,6 +98,9 @@ def train(
         enable_model_summary=False,
     )
     trainer.fit(module, loader)
+
+
+def weights_of(module: RLModule) -> dict[str, Any]:
     trained = {name: p.detach() for name, p in module.policy.named_parameters()}
     return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in trained.items()}
 
@@ -145,6 +153,53 @@ def test_wiping_gradients_where_lightning_does_would_show(monkeypatch: pytest.Mo
     assert relative_error(train("auto", [4]), plain_loop()) > 100 * BAR
 
 
+class Broken(SGDModule):
+    """Raises at the start or at the third micro-batch, once."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(tiny_model())
+        self.place, self.left = place, 3
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.policy.model.layers[1].mlp.register_forward_hook(self._break)
+
+    def on_train_start(self) -> None:
+        if self.left == 3 and self.place == "start":
+            self.left = 0
+            self._raise()
+
+    def _break(self, mlp: Any, inputs: Any, output: torch.Tensor) -> None:
+        self.left -= 1
+        if self.left == 0 and self.place == "forward":
+            self._raise()
+        if self.left == 0 and self.place == "backward":
+            output.register_hook(self._raise)
+
+    def loss(self, batch: Any, logprobs: torch.Tensor) -> Any:
+        if self.left == 0 and self.place == "loss":
+            self.left -= 1
+            self._raise()
+        return super().loss(batch, logprobs)
+
+    def _raise(self, *_: Any) -> None:
+        raise RuntimeError(f"broken in the {self.place}")
+
+
+def fit_broken(module: Broken, strategy: Any, devices: int = 1) -> None:
+    with pytest.raises(RuntimeError, match="broken in the"):
+        fit(module, strategy, [4], devices)
+
+
+@pytest.mark.parametrize("place", ["start", "loss", "forward", "backward"])
+def test_a_step_that_broke_off_leaves_nothing_for_the_next_fit(place: str) -> None:
+    module = Broken(place)
+    fit_broken(module, sharded())
+    assert all(isinstance(p, DTensor) for p in module.policy.parameters()), "gathered layers take memory"
+    fit(module, sharded(), [3, 1, 4])
+    assert relative_error(weights_of(module), plain_loop()) < BAR
+
+
 TIGHT = {"defer_grad_sync": False, "reshard_after_forward": True}
 CUTS_OF_TWO_RANKS = [3, 1, 4]
 LAYERS = 2
@@ -171,6 +226,17 @@ def test_two_ranks_give_the_same_step(args: dict[str, bool], gathers: int, reduc
     assert [b - a for a, b in zip(one, four, strict=True)] == [3 * gathers, 3 * reductions]
 
 
+@pytest.mark.slow
+def test_another_fit_of_two_ranks_does_as_its_own_strategy_says(tmp_path: Path) -> None:
+    out = tmp_path / "trained.pt"
+    command = [sys.executable, "-m", "tests.test_training_step", str(out), json.dumps(TIGHT), "after a broken one"]
+    subprocess.run(command, check=True, timeout=240)
+    found = torch.load(out)
+    assert relative_error(found["weights"], plain_loop()) < BAR
+    _, one, four = found["counts"]
+    assert [b - a for a, b in zip(one, four, strict=True)] == [3 * (1 + 2 * LAYERS), 3 * (1 + LAYERS)]
+
+
 class Counts:
     """Of gatherings and reductions, at the end of each step."""
 
@@ -195,11 +261,15 @@ class Counts:
         self._now = [0, 0]
 
 
-def on_two_ranks(out: str, args: str) -> None:
+def on_two_ranks(out: str, args: str, before: str = "") -> None:
     counts = Counts()
     noted = LambdaCallback(on_train_batch_end=lambda *_: counts.note())
-    strategy = sharded(**json.loads(args))
-    weights = train(strategy, CUTS_OF_TWO_RANKS, devices=2, callbacks=[noted])
+    module = SGDModule(tiny_model())
+    if before:
+        module = Broken("loss")
+        fit_broken(module, sharded(), devices=2)
+    fit(module, sharded(**json.loads(args)), CUTS_OF_TWO_RANKS, 2, [noted])
+    weights = weights_of(module)
     if rank() == 0:
         torch.save({"weights": weights, "counts": counts.steps}, out)
 

@@ -12,12 +12,11 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, Stochasti
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightrl.distributed import all_objects
 from lightrl.engines.session import RoundSession, Session
-from lightrl.fsdp import PRECISIONS, check_learning_rate, engine_dtype, fits_whole, shard_model
+from lightrl.fsdp import PRECISIONS, check_learning_rate, engine_dtype, fits_whole, forget_step, shard_model
 from lightrl.strategies.watched import WatchedStrategy
 
 if TYPE_CHECKING:
@@ -68,6 +67,7 @@ class RolloutStrategy(WatchedStrategy):
         self._pushed_version: int | None = None  # None: the engine has nothing of ours yet
         self._due_since: int | None = None  # the step from which sync_every counts
         self._keeps_layers = self._defers = False
+        self._sharded: list[nn.Module] = []
 
     # -- what a rollout source needs ----------------------------------------------------------------------------------
 
@@ -165,6 +165,7 @@ class RolloutStrategy(WatchedStrategy):
                 f"{type(module).__name__} has no `policy`: {type(self).__name__} trains a lightrl.RLModule"
             )
         self._choose_what_to_keep(module.policy)
+        self._sharded = []
         self._shard(module.policy, keep=self._keeps_layers)
         if getattr(module, "reference", None) is not None:
             self._shard(module.reference, offload=module.reference_device == "cpu")
@@ -187,15 +188,15 @@ class RolloutStrategy(WatchedStrategy):
             reshard_after_forward=not keep,
             offload=offload,
         )
+        self._sharded.append(model)
 
     def sync_gradients(self, last: bool) -> None:
         """Say whether the coming micro-batch is the step's last, after which gradients are reduced and layers freed."""
         policy: Any = self.lightning_module.policy  # type: ignore[union-attr]
-        if self._keeps_layers:
-            policy.set_reshard_after_backward(last)
-        if self._defers:
-            policy.set_requires_gradient_sync(last)
-            policy.set_is_last_backward(last)
+        # Said each time: an earlier run of this module may have ended in the middle of a step, or kept other things.
+        policy.set_reshard_after_backward(last or not self._keeps_layers)
+        policy.set_requires_gradient_sync(last or not self._defers)
+        policy.set_is_last_backward(last or not self._defers)
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -205,15 +206,9 @@ class RolloutStrategy(WatchedStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        self._drop_deferred_gradients()
+        for model in self._sharded:
+            forget_step(model)
         super().on_exception(exception)
-
-    def _drop_deferred_gradients(self) -> None:
-        policy = getattr(self.lightning_module, "policy", None)
-        for module in policy.modules() if policy is not None else ():
-            group = module._get_fsdp_state()._fsdp_param_group if isinstance(module, FSDPModule) else None
-            for param in group.fsdp_params if group is not None else ():
-                param.unsharded_accumulated_grad = None
 
 
 def _check_callbacks(trainer: pl.Trainer) -> None:

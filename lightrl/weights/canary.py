@@ -34,7 +34,9 @@ class Canary:
         """Return the policy's logprobs of tokens 2..L of each sequence at temperature 1: float32 [L - 1]."""
         rollouts = [Rollout(s[:1], s[1:], torch.zeros(len(s) - 1)) for s in self.sequences]
         micro = pack(rollouts, temperature=1.0).to(module.device)
-        logprobs = module.policy_forward(module.policy, micro, with_entropy=False)[0].cpu()
+        # Training compiles other graphs, with gradients; these would be compiled for these few tokens alone.
+        with torch.compiler.set_stance("force_eager"):
+            logprobs = module.policy_forward(module.policy, micro, with_entropy=False)[0].cpu()
         return list(logprobs.split([len(s) - 1 for s in self.sequences]))
 
     def check(self, engine: Engine, expected: list[Tensor], dtype: torch.dtype) -> float:
