@@ -23,11 +23,12 @@ _DEFAULTS = {
     "VLLM_NO_USAGE_STATS": "1",
 }
 
-# What is meant here although it is warned of, by logger: an eager engine without a tokenizer, CPU limits, own seeds.
+# What is meant here although it is warned of, by logger: an eager engine without a tokenizer, CPU limits, own seeds,
+# prompts that are not cut.
 _MEANT = {
     "torch._library.triton": ("Triton not available",),
     "vllm.config.vllm": ("Enforce eager set", "Inductor compilation was disabled", "Model Runner V2 requires Triton"),
-    "vllm.engine.arg_utils": ("The global random seed is set",),
+    "vllm.engine.arg_utils": ("The global random seed is set", "This model does not officially support disabling"),
     "vllm.model_executor.model_loader.reload.layerwise": ("RotaryEmbedding: Failed", "ParallelLMHead: Failed"),
     "vllm.platforms.cpu": ("Triton is not installed", "Reset SSM cache type"),
     "vllm.renderers.base": ("Chat template warmup failed", "Using None for"),

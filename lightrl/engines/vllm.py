@@ -223,7 +223,8 @@ def engine_config(policy: PreTrainedModel) -> PretrainedConfig:
 
 def llm_args(dtype: str, device_type: str) -> dict[str, Any]:
     """Return what every engine here has in common: token ids in and out, weights to come, logprobs as sampled."""
-    cpu = {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_CACHE_BYTES}
+    # A part of a prompt samples a token that is thrown away, and a CPU's generator cannot go back before it.
+    cpu = {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_CACHE_BYTES, "enable_chunked_prefill": False}
     return {
         "skip_tokenizer_init": True,
         "load_format": "dummy",

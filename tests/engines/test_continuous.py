@@ -46,6 +46,30 @@ def test_requests_that_cannot_be_served_are_value_errors_and_the_engine_goes_on(
             engine.close()
 
 
+def test_requests_with_seeds_sample_the_same_where_a_step_has_no_room_for_all_prompts() -> None:
+    model = tiny_model()
+    requests = [Request(str(i), [5 + i] * 60, 4, seed=i) for i in range(3)]
+    compat.import_vllm()
+    with cleaned_up(), compat.process_kept():
+        args = {"max_num_batched_tokens": 64}
+        engine = ContinuousEngine(EngineSpec(engine_config(model).to_dict(), "float32", 64, engine_args=args))
+        try:
+            engine.load(PolicyWeights(model, torch.float32), 0, False)
+            found = []
+            for at_once in (requests, *([r] for r in requests)):
+                outputs = {}
+                for request in at_once:
+                    engine.submit(request)
+                while engine.busy:
+                    outputs |= {o.id: o.token_ids for o in engine.step()}
+                found.append(outputs)
+        finally:
+            engine.close()
+    together, *alone = found
+    assert together == {name: tokens for outputs in alone for name, tokens in outputs.items()}
+    assert len(together) == 3
+
+
 @pytest.mark.parametrize("recompute_kv", [True, False])
 def test_a_push_in_the_middle_of_a_request(recompute_kv: bool) -> None:
     """Tokens before it are of the old policy, tokens after it of the new; without recomputing they see old states."""

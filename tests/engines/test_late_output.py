@@ -14,7 +14,7 @@ from tests.helpers.fits import cleaned_up, with_engine
 from tests.helpers.tiny import tiny_model
 
 SCHEDULERS = ["vllm.v1.core.sched.scheduler.Scheduler", "vllm.v1.core.sched.async_scheduler.AsyncScheduler"]
-ARGS = {"block_size": 32, "enable_prefix_caching": True, "max_num_batched_tokens": 64}
+ARGS = {"block_size": 32, "enable_prefix_caching": True, "max_num_batched_tokens": 64, "enable_chunked_prefill": True}
 LENGTHS = (200, 3, 50, 1, 30, 27)
 """The first ends where the model's context does."""
 HALFWAY = 20
