@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -13,11 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from lightrl.buffers import aligned, spans
 from lightrl.distributed import all_sum
 
 _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # newer torch warns of the latter
-_ALIGNED = 16
-"""Bytes: where a tensor of any dtype may begin."""
 
 
 def reshard(model: nn.Module) -> None:
@@ -66,17 +64,18 @@ def _gathered(tensors: list[DTensor], dtypes: list[torch.dtype]) -> list[Tensor]
     mesh = tensors[0].device_mesh
     rows = [-(-t.shape[0] // mesh.size()) for t in tensors]  # of the first ranks; the last may have fewer
     sizes = [n * math.prod(t.shape[1:]) * d.itemsize for n, t, d in zip(rows, tensors, dtypes, strict=True)]
-    *starts, total = itertools.accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0)
+    places = spans(sizes)
+    total = aligned(places[-1].stop)
     own = torch.empty(total, dtype=torch.uint8, device=mesh.device_type)
     shards = [shard(t).flatten() for t in tensors]
-    pieces = zip(starts, shards, dtypes, strict=True)
-    torch._foreach_copy_([own[i : i + s.numel() * d.itemsize].view(d) for i, s, d in pieces], shards)
+    pieces = zip(places, shards, dtypes, strict=True)
+    torch._foreach_copy_([own[p].view(d)[: s.numel()] for p, s, d in pieces], shards)
     everyones = torch.empty(mesh.size() * total, dtype=torch.uint8, device=own.device)
     _all_gather(everyones, own, group=mesh.get_group())
     by_rank = everyones.view(mesh.size(), total)
     return [
-        by_rank[:, i : i + size].view(d).reshape(-1, *t.shape[1:])[: t.shape[0]]
-        for i, size, d, t in zip(starts, sizes, dtypes, tensors, strict=True)
+        by_rank[:, p].view(d).reshape(-1, *t.shape[1:])[: t.shape[0]]
+        for p, d, t in zip(places, dtypes, tensors, strict=True)
     ]
 
 

@@ -245,9 +245,9 @@ def test_an_offloaded_reference_is_in_cpu_memory_and_says_the_same(precision: An
         assert module.reference is not None
         assert {local_tensor(p).device.type for p in module.reference.parameters()} == {device or "cuda"}
         found.append(seen.seen)
-    # Later it is a copy of what was trained, which on a GPU is not the same twice: attention's backward adds up in any
-    # order.
     assert all(torch.equal(a, b) for a, b in zip(*(seen[:REFRESH] for seen in found), strict=True))
+    for ours, right in zip(*found, strict=True):  # a GPU adds up gradients in any order; other weights are off by more
+        torch.testing.assert_close(ours, right, rtol=0, atol=0.02)
     assert not any(torch.equal(seen[REFRESH - 1], seen[REFRESH]) for seen in found)
     assert "lightrl_reference" in torch.load(tmp_path / "last.ckpt", weights_only=True)
 

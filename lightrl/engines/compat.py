@@ -156,6 +156,9 @@ def sampled_by(llm: Any) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def _unfinished(llm: Any) -> Iterator[tuple[str, Any]]:
+    pass_on = getattr(getattr(scheduler_of(llm), "update_from_output", None), "pass_on", None)
+    if pass_on is not None:  # a LateOutput's
+        pass_on()
     for rid, state in llm.llm_engine.output_processor.request_states.items():
         yield getattr(state, "external_req_id", None) or rid, state
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightrl.engines import compat, ending
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.janitor import Janitor, shared_files
-from lightrl.engines.late_output import pass_on, put_off_output
+from lightrl.engines.late_output import put_off_output
 from lightrl.engines.loader import Loader
 from lightrl.engines.messages import EngineSpec, Output, Push, Request, encode, float_bytes
 from lightrl.engines.shortcuts import shorten_decoding
@@ -144,7 +144,6 @@ class ContinuousEngine:
 
     def running(self) -> list[Output]:
         """Return what requests that have not ended have sampled so far."""
-        pass_on(self.llm)
         so_far = compat.sampled_by(self.llm)
         return [self._output(i, *so_far[i], False) for i in self._changes if i in so_far and so_far[i][0]]
 
@@ -180,7 +179,6 @@ class ContinuousEngine:
 
     def _change(self, load: Callable[[], None], version: int, recompute_kv: bool) -> float:
         started = time.perf_counter()
-        pass_on(self.llm)
         so_far = compat.sampled_so_far(self.llm)
         load()
         for request_id, changes in self._changes.items():

@@ -171,13 +171,6 @@ def put_off_output(llm: Any) -> bool:
     return True
 
 
-def pass_on(llm: Any) -> None:
-    """Have an engine's front end know all that its running requests have sampled."""
-    late = getattr(compat.scheduler_of(llm), "update_from_output", None)
-    if isinstance(late, LateOutput):
-        late.pass_on()
-
-
 def _joined(first: Any, then: Any) -> Any:
     if then is None:
         return first

@@ -9,12 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lightrl.buffers import spans
 from lightrl.engines.messages import CHUNK_BYTES, Chunk, Push, SharedMemory, TensorMeta, encode
 from lightrl.engines.shared import Mirror, SharedBuffer
 from lightrl.weights.source import HeldWeights, Weights
-
-_ALIGNMENT = 16
-"""Bytes: what any dtype and the widest loads of a GPU want."""
 
 
 def num_bytes(metas: list[TensorMeta]) -> int:
@@ -23,13 +21,13 @@ def num_bytes(metas: list[TensorMeta]) -> int:
     Raises:
         ValueError: one has no dtype or shape that weights can have.
     """
-    return _spans(metas)[-1].stop if metas else 0
+    return spans(map(_size, metas))[-1].stop if metas else 0
 
 
 def views(buffer: Tensor, metas: list[TensorMeta]) -> list[tuple[str, Tensor]]:
     """Return (checkpoint name, tensor) pairs that lie in a buffer of :func:`num_bytes` bytes."""
-    spans = zip(metas, _spans(metas), strict=True)
-    return [(meta.name, buffer[span].view(_dtype(meta)).view(meta.shape)) for meta, span in spans]
+    places = zip(metas, spans(map(_size, metas)), strict=True)
+    return [(meta.name, buffer[span].view(_dtype(meta)).view(meta.shape)) for meta, span in places]
 
 
 def metas_of(weights: Weights) -> list[TensorMeta]:
@@ -144,15 +142,6 @@ def _pack(weights: Weights, held: list[tuple[str, Tensor]] | None, places: dict[
         return
     for name, tensor in weights:
         places[name].copy_(tensor)
-
-
-def _spans(metas: list[TensorMeta]) -> list[slice]:
-    spans, end = [], 0
-    for meta in metas:
-        start = -(-end // _ALIGNMENT) * _ALIGNMENT
-        end = start + _size(meta)
-        spans.append(slice(start, end))
-    return spans
 
 
 def _dtype(meta: TensorMeta) -> torch.dtype:

@@ -43,7 +43,6 @@ def test_the_plan_is_made_of_the_same_seconds() -> None:
     assert len(plan.splits) == 3
 
 
-@pytest.mark.vllm
 def test_generation_beside_training_is_measured_by_equal_work() -> None:
     alone = {"time/generate": 6.0, "time/train_step": 5.0, "step": 12.0, "tokens": 100.0}
     alone["mismatch/logprob_diff_mean"] = 0.01
@@ -52,6 +51,7 @@ def test_generation_beside_training_is_measured_by_equal_work() -> None:
     assert not async_gpus.judge(alone | {"mismatch/logprob_diff_mean": 0.03}, alone | {"step": 6.6}).ok
 
 
+@pytest.mark.vllm
 def test_swaps_are_measured_in_a_program_of_its_own() -> None:
     small = {"shape": "tiny", "share": 1.0, "steps": 20}
     result = swaps_gpu.main(limit=250, **small)
