@@ -30,8 +30,8 @@ def main(rank: str, store: str) -> None:
     plain = tensors()
     whole = [plain[0], distribute_tensor(plain[1], mesh, [Replicate()])]  # neither is cut
     given = [*whole, *(distribute_tensor(t, mesh, [Shard(0)]) for t in plain)]
-    kinds = [KINDS[i % 2] for i in range(len(given))]
-    for wanted in (kinds, kinds[::-1]):
+    for first in (0, 1):
+        wanted = [KINDS[(i + first) % 2] for i in range(len(given))]
         found = full_tensors(given, wanted)
         for tensor, right, kind in zip(found, [*plain[:2], *plain], wanted, strict=True):
             assert torch.equal(tensor, right.to(kind)), (right.shape, kind)
