@@ -12,13 +12,16 @@ import torch.distributed as dist
 from msgspec import structs
 
 from lightrl import attention
+from lightrl.engines.messages import EngineSpec, Request
 from lightrl.engines.shared import Mirror, SharedBuffer
+from lightrl.engines.vllm import engine_config
 from lightrl.logprobs import chunked_token_logprobs, get_logprobs
 from lightrl.packing import pack
+from lightrl.partial import completion
 from lightrl.policy import PolicyForward
 from lightrl.weights.source import PolicyWeights
 from tests.helpers.fits import cleaned_up, sampling
-from tests.helpers.tiny import random_rollouts, tiny_model
+from tests.helpers.tiny import by_hand, random_rollouts, tiny_model
 
 pytestmark = pytest.mark.gpu
 
@@ -159,6 +162,41 @@ def test_every_push_after_a_sleep_arrives(tmp_path: Path) -> None:
             spread_out(policy, seed)
             assert mean_gap(policy, SEQUENCES, engine.score(SEQUENCES)) > FAR, "what is not pushed is seen"
         assert engine._loader._plan is not None, "pushes go by plan"
+
+
+@pytest.mark.parametrize("recompute_kv", [False, True])
+def test_tokens_amid_a_push_are_stamped_with_the_weights_that_sampled_them(recompute_kv: bool) -> None:
+    pytest.importorskip("vllm")
+    from lightrl.engines import compat
+    from lightrl.engines.continuous import ContinuousEngine
+
+    old, new = (spread_out(tiny_model(seed), seed) for seed in (0, 1))
+    old.config.eos_token_id = None
+    args = {"enforce_eager": True, "gpu_memory_utilization": 0.1}
+    compat.import_vllm()
+    with cleaned_up(), compat.process_kept():
+        engine = ContinuousEngine(EngineSpec(engine_config(old).to_dict(), "bfloat16", 64, engine_args=args))
+        try:
+            engine.load(PolicyWeights(old, torch.bfloat16), 0, recompute_kv)
+            for i in range(16):
+                engine.submit(Request(f"{i}", [5 + i, 6, 7], 24))
+            for _ in range(12):
+                assert engine.step() == []
+            engine.load(PolicyWeights(new, torch.bfloat16), 1, recompute_kv)
+            outputs = []
+            while engine.busy:
+                outputs += engine.step()
+        finally:
+            engine.close()
+    off = torch.stack([off_by(old, [5 + int(o.id), 6, 7], completion(o)) for o in outputs]).mean(0)
+    ((_, before), _), *others = [o.versions for o in outputs]
+    assert others == [[(0, before), (1, 24 - before)]] * 15
+    assert off[:before].max() < CLOSE * 2
+    assert off[before:].min() > FAR
+
+
+def off_by(policy: Any, prompt: list[int], sampled: Any) -> torch.Tensor:
+    return (by_hand(policy, prompt, sampled.token_ids) - sampled.logprobs).abs()
 
 
 def test_an_ended_engine_gives_its_memory_back_and_another_may_follow(tmp_path: Path) -> None:

@@ -246,9 +246,10 @@ def test_an_offloaded_reference_is_in_cpu_memory_and_says_the_same(precision: An
         assert {local_tensor(p).device.type for p in module.reference.parameters()} == {device or "cuda"}
         found.append(seen.seen)
     assert all(torch.equal(a, b) for a, b in zip(*(seen[:REFRESH] for seen in found), strict=True))
-    for ours, right in zip(*found, strict=True):  # a GPU adds up gradients in any order; other weights are off by more
-        torch.testing.assert_close(ours, right, rtol=0, atol=0.02)
-    assert not any(torch.equal(seen[REFRESH - 1], seen[REFRESH]) for seen in found)
+    moved = [float((seen[REFRESH] - seen[REFRESH - 1]).abs().mean()) for seen in found]
+    assert min(moved) > 0.1
+    for ours, right in zip(*found, strict=True):  # a GPU adds up gradients in any order, and bfloat16 makes more of it
+        assert (ours - right).abs().mean() < min(moved) / 5
     assert "lightrl_reference" in torch.load(tmp_path / "last.ckpt", weights_only=True)
 
 

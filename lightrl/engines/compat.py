@@ -140,27 +140,40 @@ def scheduler_of(llm: Any) -> Any:
     return getattr(getattr(llm.llm_engine.engine_core, "engine_core", None), "scheduler", None)
 
 
-def sampled_so_far(llm: Any) -> dict[str, int]:
-    """Return how many tokens each unfinished request has sampled, by the id that the request was given."""
-    return {name: int(state.detokenizer.num_output_tokens()) for name, state in _unfinished(llm)}
+def sampled_so_far(llm: Any, *, under_way: bool) -> dict[str, int]:
+    """Return how many tokens each unfinished request has sampled, by the id that the request was given.
+
+    Args:
+        llm: it may be amid requests.
+        under_way: count tokens of a step that the device was given and whose outcome nobody has fetched.
+    """
+    counts = {}
+    known = getattr(scheduler_of(llm), "requests", {})
+    for rid, name, state in _unfinished(llm):
+        if rid in known:  # its tokens may not have been passed on: see late_output.py
+            counts[name] = known[rid].num_output_tokens + (known[rid].num_output_placeholders if under_way else 0)
+        else:
+            counts[name] = int(state.detokenizer.num_output_tokens())
+    return counts
 
 
 def sampled_by(llm: Any) -> dict[str, tuple[list[int], list[float]]]:
     """Return token ids and logprobs that each unfinished request has sampled, by the id that the request was given."""
+    pass_on = getattr(getattr(scheduler_of(llm), "update_from_output", None), "pass_on", None)
+    if pass_on is not None:  # a LateOutput's
+        pass_on()
     found = {}
-    for name, state in _unfinished(llm):
+    for _, name, state in _unfinished(llm):
         ids, logprobs = list(state.detokenizer.output_token_ids), state.logprobs_processor.logprobs
         values = list(logprobs.logprobs) if logprobs is not None else []
         found[name] = (ids[: len(values)], values)
     return found
 
 
-def _unfinished(llm: Any) -> Iterator[tuple[str, Any]]:
-    pass_on = getattr(getattr(scheduler_of(llm), "update_from_output", None), "pass_on", None)
-    if pass_on is not None:  # a LateOutput's
-        pass_on()
+def _unfinished(llm: Any) -> Iterator[tuple[str, str, Any]]:
+    """Yield vLLM's id of each request, the one that the request was given, and the front end's state of it."""
     for rid, state in llm.llm_engine.output_processor.request_states.items():
-        yield getattr(state, "external_req_id", None) or rid, state
+        yield rid, getattr(state, "external_req_id", None) or rid, state
 
 
 def repack_tied_head(model: torch.nn.Module) -> None:

@@ -51,7 +51,7 @@ class ContinuousEngine:
         self._config = tempfile.TemporaryDirectory(prefix="lightrl-engine-")
         (Path(self._config.name) / "config.json").write_text(json.dumps(spec.config))
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
-        args = llm_args(spec.dtype, self.device) | {
+        args = llm_args(spec.dtype, self.device, spec.engine_args) | {
             "model": spec.code_path or self._config.name,
             "tensor_parallel_size": spec.tensor_parallel_size,
             "distributed_executor_backend": "uni" if spec.tensor_parallel_size == 1 else "mp",
@@ -136,7 +136,8 @@ class ContinuousEngine:
 
     def _output(self, request_id: str, ids: list[int], logprobs: list[float], truncated: bool) -> Output:
         versions, before = [], 0
-        for version, count in [*self._changes[request_id], (self.version, len(ids))]:
+        for version, up_to in [*self._changes[request_id], (self.version, len(ids))]:
+            count = min(up_to, len(ids))  # what was under way at a change may not have come yet
             if count > before:
                 versions.append((version, count - before))
                 before = count
@@ -179,7 +180,8 @@ class ContinuousEngine:
 
     def _change(self, load: Callable[[], None], version: int, recompute_kv: bool) -> float:
         started = time.perf_counter()
-        so_far = compat.sampled_so_far(self.llm)
+        # What is under way samples from the old weights, and is thrown away where states are computed again.
+        so_far = compat.sampled_so_far(self.llm, under_way=not recompute_kv)
         load()
         for request_id, changes in self._changes.items():
             if so_far.get(request_id):

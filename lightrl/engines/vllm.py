@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from lightrl.weights.source import Weights
 
 _CPU_CACHE_BYTES = 2**28
+_GRAPHED = 512
+"""Requests in the largest CUDA graph that vLLM makes unless told."""
 OUTPUT = {"logprobs": 0, "flat_logprobs": True, "detokenize": False}
 """Sampling parameters for what comes back: token ids and the sampled token's logprob, no text."""
 SCORE = {"max_tokens": 1, "prompt_logprobs": 0, "temperature": 0.0, "detokenize": False}
@@ -82,7 +84,7 @@ class VLLMEngine:
         self._tp_index, self._tp_rank = divmod(rank(), tensor_parallel_size)
         self._tp_group = _own_group(tensor_parallel_size)
         self._config = tempfile.TemporaryDirectory(prefix="lightrl-")
-        args = llm_args(str(dtype).removeprefix("torch."), device.type) | {
+        args = llm_args(str(dtype).removeprefix("torch."), device.type, engine_args or {}) | {
             "model": _config_folder(policy, Path(self._config.name), trust_remote_code),
             "distributed_executor_backend": "external_launcher",
             "tensor_parallel_size": tensor_parallel_size,
@@ -221,8 +223,14 @@ def engine_config(policy: PreTrainedModel) -> PretrainedConfig:
     return config
 
 
-def llm_args(dtype: str, device_type: str) -> dict[str, Any]:
-    """Return what every engine here has in common: token ids in and out, weights to come, logprobs as sampled."""
+def llm_args(dtype: str, device_type: str, asked: dict[str, Any]) -> dict[str, Any]:
+    """Return what every engine here has in common: token ids in and out, weights to come, logprobs as sampled.
+
+    Args:
+        dtype: of the weights.
+        device_type: where it runs.
+        asked: what the user gives to it.
+    """
     # A part of a prompt samples a token that is thrown away, and a CPU's generator cannot go back before it.
     cpu = {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_CACHE_BYTES, "enable_chunked_prefill": False}
     return {
@@ -232,8 +240,15 @@ def llm_args(dtype: str, device_type: str) -> dict[str, Any]:
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",
         "disable_log_stats": True,
-        **(cpu if device_type == "cpu" else {}),
+        **(cpu if device_type == "cpu" else _graphs(asked)),
     }
+
+
+def _graphs(asked: dict[str, Any]) -> dict[str, int]:
+    """Have steps of all requests that may run at once replay a CUDA graph: vLLM's own end at 512 requests."""
+    requests = asked.get("max_num_seqs") or 0
+    chosen = {"compilation_config", "cudagraph_capture_sizes"} & asked.keys()
+    return {"max_cudagraph_capture_size": requests} if requests > _GRAPHED and not chosen else {}
 
 
 def _options(sampling: Sampling) -> dict[str, Any]:

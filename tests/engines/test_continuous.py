@@ -1,12 +1,14 @@
 """The engine that servers step: what it refuses leaves it as it was."""
 
+from typing import Any
+
 import pytest
 import torch
 
 from lightrl.engines import compat, ending
 from lightrl.engines.continuous import ContinuousEngine
 from lightrl.engines.messages import EngineSpec, Request
-from lightrl.engines.vllm import engine_config
+from lightrl.engines.vllm import engine_config, llm_args
 from lightrl.partial import completion
 from lightrl.weights.source import PolicyWeights
 from tests.helpers.fits import cleaned_up
@@ -111,3 +113,44 @@ def test_a_push_in_the_middle_of_a_request(recompute_kv: bool) -> None:
     assert gaps["old"][~before].max() > 0.01
     late = by_hand(new, [4, 5, 6], found["late"].token_ids)
     assert (late - found["late"].logprobs).abs().max() < 1e-4  # no prefix of older weights is reused
+
+
+def test_a_token_under_way_at_a_push_is_of_the_old_policy() -> None:
+    """On a GPU the next step runs before the last one's tokens are looked at; on a CPU that is said by hand."""
+    model = tiny_model()
+    model.config.eos_token_id = None
+    compat.import_vllm()
+    with cleaned_up(), compat.process_kept():
+        engine = ContinuousEngine(EngineSpec(engine_config(model).to_dict(), "float32", 64))
+        try:
+            engine.load(PolicyWeights(model, torch.float32), 3, False)
+            engine.submit(Request("a", [4, 5, 6], 20))
+            for _ in range(10):
+                engine.step()
+            (request,) = compat.scheduler_of(engine.llm).requests.values()
+            seen = request.num_output_tokens
+            request.num_output_placeholders = 1
+            engine.load(PolicyWeights(model, torch.float32), 4, False)
+            assert engine.running()[0].versions == [(3, seen)]
+            request.num_output_placeholders = 0
+            outputs = []
+            while engine.busy:
+                outputs += engine.step()
+        finally:
+            engine.close()
+    assert [o.versions for o in outputs] == [[(3, seen + 1), (4, 20 - seen - 1)]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "largest"),
+    [
+        ({}, None),
+        ({"max_num_seqs": 512}, None),
+        ({"max_num_seqs": 1000}, 1000),
+        ({"max_num_seqs": 1000, "cudagraph_capture_sizes": [8]}, None),
+        ({"max_num_seqs": 1000, "compilation_config": {}}, None),
+    ],
+)
+def test_as_many_requests_as_run_at_once_have_a_graph(asked: dict[str, Any], largest: int | None) -> None:
+    assert llm_args("bfloat16", "cuda", asked).get("max_cudagraph_capture_size") == largest
+    assert "max_cudagraph_capture_size" not in llm_args("float32", "cpu", asked)

@@ -61,7 +61,8 @@ def values(sample: Any) -> list[float]:
 
 
 def looked_at(llm: Any) -> Any:
-    return compat.sampled_by(llm), compat.sampled_so_far(llm)
+    so_far = compat.sampled_so_far(llm, under_way=False)  # of what was noted too, before it is put together
+    return compat.sampled_by(llm), so_far
 
 
 def begun_again(llm: Any) -> None:
