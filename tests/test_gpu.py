@@ -172,7 +172,7 @@ def test_tokens_amid_a_push_are_stamped_with_the_weights_that_sampled_them(recom
 
     old, new = (spread_out(tiny_model(seed), seed) for seed in (0, 1))
     old.config.eos_token_id = None
-    args = {"enforce_eager": True, "gpu_memory_utilization": 0.1}
+    args = {"enforce_eager": True, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 2**28}
     compat.import_vllm()
     with cleaned_up(), compat.process_kept():
         engine = ContinuousEngine(EngineSpec(engine_config(old).to_dict(), "bfloat16", 64, engine_args=args))
