@@ -114,7 +114,7 @@ def test_packed_rows_with_shared_prefixes_equal_padded_ones(monkeypatch: pytest.
 
 
 @contextmanager
-def engine_of(policy: Any, store: Path) -> Iterator[Any]:
+def engine_of(policy: Any, store: Path, **args: Any) -> Iterator[Any]:
     pytest.importorskip("vllm")
     from lightrl.engines.vllm import VLLMEngine
 
@@ -122,7 +122,7 @@ def engine_of(policy: Any, store: Path) -> Iterator[Any]:
     with cleaned_up():
         backend = "cpu:gloo,cuda:nccl" if DEVICE.type == "cuda" else "gloo"
         dist.init_process_group(backend, init_method=f"file://{store}/store", rank=0, world_size=1)
-        args = {"enforce_eager": True, "gpu_memory_utilization": 0.1}
+        args = {"enforce_eager": True, "gpu_memory_utilization": 0.1} | args
         engine = VLLMEngine(
             policy, local_rank=0, device=DEVICE, dtype=torch.bfloat16, max_model_len=64, engine_args=args
         )
@@ -199,13 +199,19 @@ def off_by(policy: Any, prompt: list[int], sampled: Any) -> torch.Tensor:
     return (by_hand(policy, prompt, sampled.token_ids) - sampled.logprobs).abs()
 
 
-def test_an_ended_engine_gives_its_memory_back_and_another_may_follow(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "args", [{}, {"enforce_eager": False, "max_cudagraph_capture_size": 8}], ids=["eager", "graphs"]
+)
+def test_an_ended_engine_gives_its_memory_back_and_another_may_follow(args: dict[str, Any], tmp_path: Path) -> None:
     policy, taken = tiny_model().to(DEVICE), []
-    for i in range(3):
-        with engine_of(policy, tmp_path / str(i)) as engine:
+    weights = PolicyWeights(policy, torch.bfloat16)
+    for i in range(2 if args else 3):
+        with engine_of(policy, tmp_path / str(i), **args) as engine:
             engine.sleep()
             engine.wake_weights()
+            engine.load_weights(weights)
             engine.wake_cache()
+            engine.generate(SEQUENCES, sampling(), 0)
             taken.append(torch.cuda.mem_get_info()[0])
             if i == 1:
                 engine.sleep()  # as after the last rollout

@@ -135,6 +135,26 @@ def model_of(llm: Any) -> torch.nn.Module:
     return worker.get_model()  # type: ignore[no-any-return]
 
 
+def forget_model(engine: Any) -> None:
+    """Have vLLM and torch let go of the module of an in-process engine that ends.
+
+    Where it was compiled or loaded anew, they keep it until the process ends otherwise, with its weights and its cache.
+    """
+    from torch._dynamo import convert_frame
+    from vllm.model_executor.model_loader import reload
+
+    worker = getattr(engine.model_executor, "driver_worker", None)
+    worker = getattr(worker, "worker", worker)
+    if worker is None:
+        return  # it is in processes of its own
+    modules = set(worker.get_model().modules())
+    for module in modules:
+        reload.layerwise.LAYERWISE_INFO.pop(module, None)
+    hooks: dict[int, Any] = convert_frame._bytecode_hooks  # a module may have several: each of its classes makes one
+    for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) in modules]:
+        del hooks[key]
+
+
 def scheduler_of(llm: Any) -> Any:
     """Return the scheduler of an engine in this process, None of another."""
     return getattr(getattr(llm.llm_engine.engine_core, "engine_core", None), "scheduler", None)

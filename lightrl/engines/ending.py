@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from lightrl.distributed import drop_lone_group
+from lightrl.engines import compat
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ def _shut_down(engine: Any, held: object) -> None:
     if torch.cuda.is_initialized():
         _keep_allocators()
         _wake(engine)
+    compat.forget_model(engine)
     engine.model_executor.shutdown()
     renderer: Any = getattr(engine, "renderer", None)
     if hasattr(renderer, "shutdown"):
