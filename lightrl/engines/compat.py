@@ -6,6 +6,7 @@ import gc
 import itertools
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,8 @@ _DEFAULTS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # an iterator over our tensors cannot reach an engine in another process
     "VLLM_NO_USAGE_STATS": "1",
 }
+
+_RELOADING = "vllm.model_executor.model_loader.reload.layerwise"
 
 # What is meant here although it is warned of, by logger: an eager engine without a tokenizer, CPU limits, own seeds,
 # prompts that are not cut.
@@ -130,9 +133,15 @@ def refusals() -> Iterator[None]:
 
 def model_of(llm: Any) -> torch.nn.Module:
     """Return the engine's own module on this rank."""
-    worker = llm.llm_engine.model_executor.driver_worker
+    found = _model_of(llm.llm_engine)
+    assert found is not None, "it is in processes of its own"
+    return found
+
+
+def _model_of(engine: Any) -> torch.nn.Module | None:
+    worker = getattr(engine.model_executor, "driver_worker", None)
     worker = getattr(worker, "worker", worker)
-    return worker.get_model()  # type: ignore[no-any-return]
+    return None if worker is None else worker.get_model()
 
 
 def forget_model(engine: Any) -> None:
@@ -140,17 +149,13 @@ def forget_model(engine: Any) -> None:
 
     Where it was compiled or loaded anew, they keep it until the process ends otherwise, with its weights and its cache.
     """
-    from torch._dynamo import convert_frame
-    from vllm.model_executor.model_loader import reload
-
-    worker = getattr(engine.model_executor, "driver_worker", None)
-    worker = getattr(worker, "worker", worker)
-    if worker is None:
-        return  # it is in processes of its own
-    modules = set(worker.get_model().modules())
+    model = _model_of(engine)
+    modules = set() if model is None else set(model.modules())
+    loaded: Any = getattr(sys.modules.get(_RELOADING), "LAYERWISE_INFO", {})
     for module in modules:
-        reload.layerwise.LAYERWISE_INFO.pop(module, None)
-    hooks: dict[int, Any] = convert_frame._bytecode_hooks  # a module may have several: each of its classes makes one
+        loaded.pop(module, None)
+    # Each class of a module that is compiled makes a hook, and vLLM knows the last.
+    hooks: dict[int, Any] = getattr(sys.modules.get("torch._dynamo.convert_frame"), "_bytecode_hooks", {})
     for key in [key for key, hook in hooks.items() if getattr(hook, "__self__", None) in modules]:
         del hooks[key]
 
