@@ -100,6 +100,14 @@ def shard(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def with_shard(tensor: Tensor, part: Tensor) -> Tensor:
+    """Return ``tensor``, perhaps sharded, with ``part`` as this rank's part, on any device."""
+    if not isinstance(tensor, DTensor):
+        return part
+    make: Any = DTensor
+    return make(part, tensor._spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
 @torch.no_grad()
 def total_norm(parameters: Iterable[Tensor]) -> Tensor:
     """Return the norm of all gradients together, over all ranks (a collective)."""

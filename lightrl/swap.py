@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightrl.distributed import all_objects
 from lightrl.engines.base import Engine
+from lightrl.offload import StateOffload
 from lightrl.weights.canary import Canary
 from lightrl.weights.source import PolicyWeights, Shapes, check_shapes
 
@@ -55,7 +56,7 @@ class Swap:
         self._optimizers, self._sleep = optimizers, sleep
         self._steps, self._steps_before = steps, steps()
         self._on_gpu = owner.device.type == "cuda"
-        self._offload, self._offloaded, self._engine_bytes = offload, False, 0
+        self._offload, self._state, self._engine_bytes = offload, StateOffload(), 0
         self._canary = Canary(owner.policy.config.get_text_config().vocab_size)
         self._shapes, self._phase = shapes, phase
         self._weights = PolicyWeights(owner.policy, dtype, shapes)
@@ -122,16 +123,15 @@ class Swap:
             return
         torch.cuda.empty_cache()
         if self._offload or self._free_bytes() < self._engine_bytes + _MARGIN_BYTES:
-            move_optimizer_state(self._optimizers(), "cpu")
+            self._state.out(self._optimizers())
             torch.cuda.empty_cache()
-            self._offloaded = True
 
     def _fit_together(self) -> bool:
         """Whether every rank has room for a turn of the trainer beside the engine, as it is awake now."""
         if self._sleep or not self._on_gpu:
             return False
         # A resumed run has an optimizer's state before it has trained, and so shown what training takes.
-        known = self._steps() > self._steps_before and not self._offloaded
+        known = self._steps() > self._steps_before and not self._state.is_out
         return all(all_objects(known and self._has_room_to_train()))
 
     def _has_room_to_train(self) -> bool:
@@ -148,17 +148,5 @@ class Swap:
 
     def take_back(self) -> None:
         """Have the optimizer's state on the device again, whatever became of the engine."""
-        if self._offloaded:
-            move_optimizer_state(self._optimizers(), self._owner.device)
-            self._offloaded = False
-
-
-def move_optimizer_state(optimizers: Iterable[torch.optim.Optimizer], device: torch.device | str) -> None:
-    """Move what has dimensions, in place; optimizers that place their own state are left alone."""
-    for optimizer in optimizers:
-        if getattr(optimizer, "places_own_state", False):
-            continue
-        for state in optimizer.state.values():
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.ndim:
-                    state[key] = value.to(device)
+        if self._state.is_out:
+            self._state.back(self._optimizers(), self._owner.device)

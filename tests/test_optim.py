@@ -14,7 +14,6 @@ from lightning.pytorch.loggers import CSVLogger
 from lightrl.engines.vllm import _config_folder
 from lightrl.optim import OPTIMIZERS, make_optimizer, on_local_tensors, schedule_factor
 from lightrl.quantized import import_bitsandbytes
-from lightrl.swap import move_optimizer_state
 from tests.helpers.tiny import tiny_model, tiny_prompts
 from tests.helpers.training import equal, quiet_trainer, tiny_data, tiny_module, weights
 
@@ -65,19 +64,6 @@ def test_loaded_state_goes_to_cpu_memory_too(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(type(optimizer), "_move", lambda self, parameter, device: moved.append(device))
     optimizer.load_state_dict(optimizer.state_dict())
     assert moved == [torch.device("cpu")] * len(optimizer.state)
-
-
-def test_a_change_of_turns_leaves_state_alone_that_has_its_own_place() -> None:
-    states = []
-    for name in ("adamw", "adamw_offload"):
-        _, optimizer = after_steps(
-            lambda m, name=name: make_optimizer(
-                [(m.parameters(), 1e-3)], betas=(0.9, 0.99), weight_decay=0.0, name=name
-            )
-        )
-        move_optimizer_state([optimizer], "meta")
-        states.append({v.device.type for s in optimizer.state.values() for v in s.values() if v.ndim})
-    assert states == [{"meta"}, {"cpu"}]
 
 
 class RefusesShards(torch.optim.AdamW):
