@@ -152,7 +152,7 @@ def test_two_ranks_do_what_one_does_and_resume(seen: list[dict[str, Any]], name:
     assert first["kl"] == resumed["kl"] == pytest.approx(alone["kl"], rel=1e-3, abs=1e-7)
     assert first["weights"].keys() == alone["weights"].keys()
     for parameter, right in alone["weights"].items():
-        torch.testing.assert_close(first["weights"][parameter], right, rtol=0, atol=1e-5)
+        torch.testing.assert_close(first["weights"][parameter], right, rtol=1e-5, atol=1e-5)
     start = weights(tiny_model(tied=name != "lora heads"))
     assert any((first["weights"][n] - t).abs().max() > 1e-3 for n, t in start.items())
 
