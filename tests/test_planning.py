@@ -137,7 +137,8 @@ def test_plan_from_measured_steps(tmp_path: Path, monkeypatch: Any, capsys: Any)
     save_tiny(tmp_path / "model")
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in tiny_prompts(8)))
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
-    assert main(["plan", "-c", "config.yaml", "--batches", "3", "--planned_devices", "2"]) == 0
+    scheduled = ["--model.schedule", "linear"]  # to an end that the measuring does not have
+    assert main(["plan", "-c", "config.yaml", "--batches", "3", "--planned_devices", "2", *scheduled]) == 0
     said = capsys.readouterr().out
     turns, *parts = map(float, re.findall(r"(?<= )\d+\.\d\d", said)[:6])
     assert turns == pytest.approx(sum(parts), abs=0.03)

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from lightrl.meter import Meter
 
 
+_MANY_STEPS = 10**9
+
+
 class StageClock(ThroughputMonitor):
     """Keeps the seconds of each stage of each rollout batch, and ends training after ``count`` of them.
 
@@ -97,7 +100,8 @@ def _seconds(
     """Return the mean seconds of each stage and lengths, the largest of all ranks', of all batches but the first."""
     clock = StageClock(batches)
     trainer.callbacks = [clock]  # type: ignore[attr-defined]
-    trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
+    # The clock ends it; but a learning rate's schedule has to know an end.
+    trainer.fit_loop.max_epochs, trainer.fit_loop.epoch_loop.max_steps = -1, _MANY_STEPS
     trainer.fit(module, datamodule=data, **loading)
     warm = clock.batches[1:]
     mine = {stage: sum(b[stage] for b in warm) / len(warm) for stage in warm[0]}

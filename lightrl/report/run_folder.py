@@ -26,7 +26,7 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read the folder of a run, or the newest ``version_N`` below it.
+    """Read the folder of a run, or the newest ``version_N`` below it that has scalars: sampling leaves none in its own.
 
     Raises:
         ValueError: the folder is missing, or no logger wrote scalars there.
@@ -38,7 +38,8 @@ def read_run(folder: str | Path) -> Run:
         )
     if not _has_scalars(folder):
         versions = [p for p in folder.rglob("version_*") if _has_scalars(p)]
-        folder = max(versions, key=lambda p: p.stat().st_mtime, default=folder)
+        newest = sorted(versions, key=lambda p: p.stat().st_mtime, reverse=True)
+        folder = next((p for p in newest if _scalars(p)), folder)
     return Run(folder, read_scalars(folder), read_rollouts(folder))
 
 
@@ -52,14 +53,18 @@ def read_scalars(folder: str | Path) -> Scalars:
     Raises:
         ValueError: neither did.
     """
-    table = Path(folder) / "metrics.csv"
-    scalars = _of_csv(table) if table.is_file() else _of_tensorboard(folder)
+    scalars = _scalars(folder)
     if not scalars:
         raise ValueError(
             f"no TensorBoard scalars in {folder}, and no metrics.csv: is it the folder of a run, and had its Trainer a "
             "TensorBoardLogger or CSVLogger?"
         )
     return {name: scalars[name] for name in sorted(scalars)}
+
+
+def _scalars(folder: str | Path) -> Scalars:
+    table = Path(folder) / "metrics.csv"
+    return _of_csv(table) if table.is_file() else _of_tensorboard(folder)
 
 
 def _of_tensorboard(folder: str | Path) -> Scalars:
