@@ -38,8 +38,9 @@ def read_run(folder: str | Path) -> Run:
         )
     if not _has_scalars(folder):
         versions = [p for p in folder.rglob("version_*") if _has_scalars(p)]
-        newest = sorted(versions, key=lambda p: p.stat().st_mtime, reverse=True)
-        folder = next((p for p in newest if _scalars(p)), folder)
+        for version in sorted(versions, key=lambda p: p.stat().st_mtime, reverse=True):
+            if scalars := _scalars(version):
+                return Run(version, scalars, read_rollouts(version))
     return Run(folder, read_scalars(folder), read_rollouts(folder))
 
 
@@ -59,12 +60,13 @@ def read_scalars(folder: str | Path) -> Scalars:
             f"no TensorBoard scalars in {folder}, and no metrics.csv: is it the folder of a run, and had its Trainer a "
             "TensorBoardLogger or CSVLogger?"
         )
-    return {name: scalars[name] for name in sorted(scalars)}
+    return scalars
 
 
 def _scalars(folder: str | Path) -> Scalars:
     table = Path(folder) / "metrics.csv"
-    return _of_csv(table) if table.is_file() else _of_tensorboard(folder)
+    found = _of_csv(table) if table.is_file() else _of_tensorboard(folder)
+    return {name: found[name] for name in sorted(found)}
 
 
 def _of_tensorboard(folder: str | Path) -> Scalars:
