@@ -164,6 +164,25 @@ def test_every_push_after_a_sleep_arrives(tmp_path: Path) -> None:
         assert engine._loader._plan is not None, "pushes go by plan"
 
 
+@torch.no_grad()
+def test_tokens_scheduled_before_those_they_follow_are_known_are_right(tmp_path: Path) -> None:
+    from lightrl.engines.shortcuts import ShortSchedule
+
+    policy = spread_out(tiny_model()).to(DEVICE)
+    policy.config.eos_token_id = None
+    options = sampling(num_completions=6, max_completion_tokens=58, stop_token_ids=())
+    with engine_of(policy, tmp_path, max_num_seqs=8) as engine:
+        scheduler = engine.llm.llm_engine.engine_core.engine_core.scheduler
+        assert type(scheduler).__name__ == "AsyncScheduler"
+        assert isinstance(scheduler.schedule, ShortSchedule)
+        engine.load_weights(PolicyWeights(policy, torch.bfloat16))
+        groups = engine.generate(SEQUENCES, options, 0)
+    whole = [ids + c.token_ids for ids, group in zip(SEQUENCES, groups, strict=True) for c in group]
+    assert [len(ids) for ids in whole] == [64] * 6 + [61] * 6 + [64] * 6  # ends of the context, and of a completion
+    for ids, sampled in zip(whole, [c for group in groups for c in group], strict=True):
+        assert mean_gap(policy, [ids], [sampled.logprobs]) < CLOSE
+
+
 @pytest.mark.parametrize("recompute_kv", [False, True])
 def test_tokens_amid_a_push_are_stamped_with_the_weights_that_sampled_them(recompute_kv: bool) -> None:
     pytest.importorskip("vllm")

@@ -15,7 +15,6 @@ from torch import Tensor
 from lightrl.engines import compat, ending
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.janitor import Janitor, shared_files
-from lightrl.engines.late_output import put_off_output
 from lightrl.engines.loader import Loader
 from lightrl.engines.messages import EngineSpec, Output, Push, Request, encode, float_bytes
 from lightrl.engines.shortcuts import shorten_decoding
@@ -64,7 +63,6 @@ class ContinuousEngine:
             self.llm: Any = vllm.LLM(**args)
         self._end = ending.end_with(self.llm, held)
         shorten_decoding(self.llm)
-        put_off_output(self.llm)
         self._janitor = Janitor() if spec.tensor_parallel_size > 1 else None
         if self._janitor is not None:
             self._janitor.add(shared_files())

@@ -12,8 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from lightrl.engines import compat
-
 _NOTES = "lightrl_notes"
 _STALE = ("num_stale_output_tokens", "async_tokens_to_discard")
 """Of a request, by version of vLLM: how much of what is under way for it will not count."""
@@ -68,10 +66,15 @@ class LateOutput:
 
     Of a request that samples one more token and goes on, the token and its logprob are noted. Anything else goes vLLM's
     own way, together with what was noted.
+
+    Args:
+        scheduler: vLLM's.
+        processor: vLLM's, of outputs.
+        block_size: tokens after which a block of every cache may be full, at the least.
     """
 
-    def __init__(self, scheduler: Any, processor: Any) -> None:
-        self._scheduler, self._processor = scheduler, processor
+    def __init__(self, scheduler: Any, processor: Any, block_size: int) -> None:
+        self._scheduler, self._processor, self._block_size = scheduler, processor, block_size
         self._vllms = scheduler.update_from_output
         # Of vLLM, known when it has made some: classes of an output and of logprobs, and a status.
         self._outputs: Any = None
@@ -101,12 +104,12 @@ class LateOutput:
         if special or not logprobs or logprobs.cu_num_generated_tokens is not None:
             return counts
         values = logprobs.logprobs[:, 0].tolist()
-        cached = self._scheduler.kv_cache_manager.cache_blocks
+        cached, hashed = self._scheduler.kv_cache_manager.cache_blocks, self._scheduler.hash_block_size
         requests, places, tokens = self._scheduler.requests, sampled.req_id_to_index, sampled.sampled_token_ids
         rest: dict[str, int] = {}
         for name, count in counts.items():
             request = requests.get(name)
-            notes = getattr(request, _NOTES, None)
+            notes = notes_of(request)
             if notes is None or count != 1:
                 rest[name] = count
                 continue
@@ -115,11 +118,16 @@ class LateOutput:
             if len(ids) != 1 or not self._goes_on(request, notes, ids[0]):
                 rest[name] = count
                 continue
+            request._output_token_ids.append(ids[0])
+            request._all_token_ids.append(ids[0])
+            if len(request._all_token_ids) % hashed == 0:
+                request.update_block_hashes()
             request.num_in_flight_tokens -= 1
-            request.append_output_token_ids(ids[0])
             if self._ahead:
                 request.num_output_placeholders -= 1
-                cached(request, request.num_computed_tokens - request.num_output_placeholders)
+                computed = request.num_computed_tokens - request.num_output_placeholders
+                if computed % self._block_size == 0:
+                    cached(request, computed)
             notes.logprobs.append(values[place])
         return rest
 
@@ -133,7 +141,7 @@ class LateOutput:
 
     def _complete(self, output: Any, request: Any) -> None:
         """Put what was noted before what vLLM passes on, and begin to note where a request is like most."""
-        notes = getattr(request, _NOTES, None)
+        notes = notes_of(request)
         if notes is None:
             if request is not None and output.finish_reason is None and _is_plain(request):
                 setattr(request, _NOTES, Notes.of(request, self._scheduler.max_model_len))
@@ -151,24 +159,17 @@ class LateOutput:
         """Have vLLM's front end know all that was noted."""
         outputs = []
         for name, request in self._scheduler.requests.items():
-            notes = getattr(request, _NOTES, None)
+            notes = notes_of(request)
             if notes is not None and notes.logprobs:
                 ids, logprobs = notes.to_pass_on(request, self._lists)
                 outputs.append(self._outputs(name, ids, new_logprobs=logprobs))
         self._processor.process_outputs(outputs)
 
 
-def put_off_output(llm: Any) -> bool:
-    """Have an in-process engine put what a request samples together when it ends, where its scheduler is vLLM's own.
-
-    Returns:
-        Whether it does.
-    """
-    scheduler: Any = compat.scheduler_of(llm)
-    if type(scheduler).__name__ not in ("Scheduler", "AsyncScheduler"):
-        return False
-    scheduler.update_from_output = LateOutput(scheduler, llm.llm_engine.output_processor)
-    return True
+def notes_of(request: Any) -> Notes | None:
+    """Return what is noted of vLLM's ``request``, None where it is not one of those whose output waits."""
+    notes: Notes | None = getattr(request, _NOTES, None)
+    return notes
 
 
 def _joined(first: Any, then: Any) -> Any:

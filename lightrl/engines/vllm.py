@@ -18,7 +18,6 @@ from torch import Tensor
 from lightrl.distributed import all_objects, make_lone_group, rank, world_size
 from lightrl.engines import compat, ending
 from lightrl.engines.base import WeightSyncError
-from lightrl.engines.late_output import put_off_output
 from lightrl.engines.loader import Loader
 from lightrl.engines.shortcuts import shorten_decoding
 from lightrl.engines.vllm_session import VLLMSession
@@ -102,7 +101,6 @@ class VLLMEngine:
                 self.llm: Any = vllm.LLM(**args)
         self._end = ending.end_with(self.llm, held)
         shorten_decoding(self.llm)
-        put_off_output(self.llm)
         self._asleep = False
         self._loader: Any = loader_of(self.llm, self._tp_rank)
 

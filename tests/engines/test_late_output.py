@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lightrl.engines import compat, late_output
-from lightrl.engines.late_output import LateOutput, put_off_output
+from lightrl.engines.late_output import LateOutput
 from lightrl.engines.vllm import OUTPUT
 from lightrl.rng import forked_rng
 from lightrl.strategies import ColocatedVLLMStrategy
@@ -153,14 +153,5 @@ def test_what_comes_beside_the_tokens_goes_vllms_way(name: str) -> None:
     scheduler = SimpleNamespace(update_from_output=lambda *both: seen.append(both) or {}, requests={})
     scheduled = SimpleNamespace(num_scheduled_tokens={"a": 1}, scheduled_spec_decode_tokens={})
     sampled = SimpleNamespace(logprobs=SimpleNamespace(cu_num_generated_tokens=None), **{name: {"a": object()}})
-    assert LateOutput(scheduler, None)(scheduled, sampled) == {}
+    assert LateOutput(scheduler, None, 1)(scheduled, sampled) == {}
     assert seen == [(scheduled, sampled)]
-
-
-def test_other_schedulers_are_left_alone() -> None:
-    scheduler = SimpleNamespace(update_from_output=max)
-    core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
-    assert not put_off_output(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=core)))
-    assert scheduler.update_from_output is max
-    assert not put_off_output(SimpleNamespace(llm_engine=SimpleNamespace(engine_core=object())))
-    assert not isinstance(scheduler.update_from_output, LateOutput)
