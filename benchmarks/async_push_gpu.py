@@ -40,17 +40,16 @@ def main() -> Result:
 def measure(pool: Any, policy: Any) -> tuple[list[str], bool]:
     import torch
 
-    from lightrl.engines.shared import SharedBuffer
-    from lightrl.engines.staging import metas_of, num_bytes
+    from lightrl.pools.outbox import Outbox
     from lightrl.weights.source import PolicyWeights
 
     weights = PolicyWeights(policy, torch.bfloat16)
-    buffer = SharedBuffer(num_bytes(metas_of(weights)), torch.device("cuda", 0))
+    outboxes = {name: Outbox(name, torch.device("cuda", 0), "local") for name in ("cuda_ipc", "wire")}
     rows, ok, version = [], True, 0
-    pushed(pool, weights, version, False, buffer)  # the first is compared in full
+    pushed(pool, weights, version, False, outboxes["cuda_ipc"])  # the first is compared in full
     generated(pool, "warm")
     alone = generated(pool, "alone")
-    for name, shared in {"cuda_ipc": buffer, "wire": None}.items():
+    for name, outbox in outboxes.items():
         for recompute in (False, True):
             times = []
             started, running = time.perf_counter(), begin(pool, f"{name}{recompute}")
@@ -59,7 +58,7 @@ def measure(pool: Any, policy: Any) -> tuple[list[str], bool]:
                 version += 1
                 changed(policy, version)
                 torch.cuda.synchronize()
-                times.append(pushed(pool, weights, version, recompute, shared))
+                times.append(pushed(pool, weights, version, recompute, outbox))
             running.result(120)
             cost = 1000 * (time.perf_counter() - started - alone) / PUSHES
             pack, push, pause = (1000 * statistics.median(column) for column in zip(*times, strict=True))
@@ -71,13 +70,11 @@ def measure(pool: Any, policy: Any) -> tuple[list[str], bool]:
     return rows, ok
 
 
-def pushed(pool: Any, weights: Any, version: int, recompute: bool, shared: Any) -> tuple[float, float, float]:
+def pushed(pool: Any, weights: Any, version: int, recompute: bool, outbox: Any) -> tuple[float, float, float]:
     """Return seconds of packing, of the push, and that the engine stood still."""
-    from lightrl.engines.staging import Shipment
-
     started = time.perf_counter()
-    pool.hold()
-    shipment = Shipment(weights, version, recompute, shared)
+    outbox.open(pool)
+    shipment = outbox.pack(weights, version, recompute)
     packed = time.perf_counter()
     pool.push(shipment)
     return packed - started, time.perf_counter() - packed, max(pool.pauses)

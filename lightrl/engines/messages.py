@@ -121,6 +121,10 @@ class Abort(Struct, tag=True, frozen=True):
     ids: list[str]
 
 
+class Hold(Struct, tag=True, frozen=True):
+    """Begin no step for a moment: a push is about to come, which ends this, and need not wait for a step then."""
+
+
 class Push(Struct, tag=True, frozen=True):
     """New weights, which lie in ``shared`` or follow in :class:`Chunk` messages; loaded when the last has come."""
 
@@ -228,7 +232,7 @@ class Failed(Struct, tag=True, frozen=True):
     reason: str
 
 
-FromTrainer = Configure | Generate | Abort | Push | Chunk | Score | Ping | Look | Ask | Stop
+FromTrainer = Configure | Generate | Abort | Hold | Push | Chunk | Score | Ping | Look | Ask | Stop
 FromEngine = Ready | Finished | Loaded | Scored | Running | Looked | Pong | Task | Failed
 
 _encoder = msgspec.msgpack.Encoder()

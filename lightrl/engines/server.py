@@ -10,7 +10,6 @@ import argparse
 import logging
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Iterator
@@ -23,10 +22,12 @@ import zmq
 
 from lightrl.engines import messages, secure
 from lightrl.engines.messages import Abort, Ask, Chunk, Configure, EngineSpec, Generate, Look, Ping, Push, Score, Stop
+from lightrl.engines.parent import end_with_parent
 from lightrl.engines.staging import Staging
 
 _IDLE_MS = 200
-_PARENT_SECONDS = 0.5
+_HOLD_SECONDS = 0.05
+"""Longer than a trainer on this host takes to lay weights down; where it takes longer, generation goes on."""
 
 log = logging.getLogger("lightrl.engine")
 
@@ -63,6 +64,7 @@ class EngineServer:
         self._trainer: bytes | None = None
         self._gone: bytes | None = None
         self._staging: Staging | None = None
+        self._held: float | None = None  # since when
         self._stopped = False
 
     def serve(self) -> None:
@@ -83,11 +85,19 @@ class EngineServer:
 
     def _turn(self) -> None:
         busy = self._engine is not None and self._engine.busy
-        if self._socket.poll(0 if busy else _IDLE_MS) and not isinstance(self._receive(), Chunk):
+        wait = self._hold_ms() or (0 if busy else _IDLE_MS)
+        if self._socket.poll(wait) and not isinstance(self._receive(), Chunk):
             return  # requests that came together begin together
+        self._held = None
         if busy:  # between any two pieces of weights too, of which there may be many
             for output in self._engine.step():
                 self._send(messages.Finished([output]))  # one by one: all that end at once may not fit in a frame
+
+    def _hold_ms(self) -> int:
+        """How much longer no step may begin."""
+        if self._held is None:
+            return 0
+        return max(0, round(1000 * (self._held + _HOLD_SECONDS - time.perf_counter())))
 
     def _receive(self) -> messages.FromTrainer | None:
         sender, *frames = self._socket.recv_multipart(copy=False)
@@ -126,7 +136,7 @@ class EngineServer:
         if self._engine is not None and self._engine.spec != spec:
             self._engine.close()
             self._engine = None
-        self._trainer, self._staging = sender, None
+        self._trainer, self._staging, self._held = sender, None, None
         if self._engine is None:
             from lightrl.engines.continuous import ContinuousEngine
 
@@ -151,11 +161,8 @@ class EngineServer:
                 with _refusing("sequences to score"):
                     scores = self._engine.score(message.sequences)
                 self._send(messages.Scored([messages.float_bytes(s) for s in scores]))
-            case Push():
-                with _refusing("a push"):
-                    self._begin(message)
-            case Chunk():
-                self._add(message, frames)
+            case messages.Hold() | Push() | Chunk():
+                self._take_weights(message, frames)
             case Look():
                 self._tell_running()
             case Ping():
@@ -170,11 +177,22 @@ class EngineServer:
             with _refusing(f"request {request.id!r}"):
                 self._engine.submit(request)
 
+    def _take_weights(self, message: messages.Hold | Push | Chunk, frames: list[Any]) -> None:
+        if isinstance(message, messages.Hold):
+            self._held = time.perf_counter()
+        elif isinstance(message, Chunk):
+            self._add(message, frames)
+        else:
+            with _refusing("a push"):
+                self._begin(message)
+
     def _begin(self, push: Push) -> None:
+        held, self._held = self._held, None
         if push.shared is None:
             self._staging = Staging(push, self._engine.device)
-        else:
-            self._loaded(push.version, self._engine.load_shared(push))
+            return
+        stood = 0.0 if held is None else time.perf_counter() - held
+        self._loaded(push.version, stood + self._engine.load_shared(push))
 
     def _tell_running(self) -> None:
         for output in self._engine.running():
@@ -231,21 +249,6 @@ def _refusing(what: str) -> Iterator[None]:
         yield
     except ValueError as error:
         raise RefusedError(f"{what}: {error}") from error
-
-
-def end_with_parent(pid: int, run_folder: str | None) -> None:
-    """End this process within a second of its parent's end, however that came about."""
-
-    def watch() -> None:
-        while os.getppid() == pid:
-            time.sleep(_PARENT_SECONDS)
-        if run_folder is not None:
-            import shutil
-
-            shutil.rmtree(run_folder, ignore_errors=True)
-        os._exit(1)
-
-    threading.Thread(target=watch, name="lightrl-parent-watch", daemon=True).start()
 
 
 def main(argv: list[str] | None = None) -> int:

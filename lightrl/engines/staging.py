@@ -105,6 +105,35 @@ class SharedReader:
         return self._weights
 
 
+class Shelf:
+    """GPU memory that weights are laid down in again and again, for engines that read them where they lie.
+
+    Args:
+        weights: the first of them; later ones have the same names and shapes.
+        device: whose memory.
+    """
+
+    def __init__(self, weights: Weights, device: torch.device) -> None:
+        self.metas = metas_of(weights)
+        self._buffer = SharedBuffer(num_bytes(self.metas), device)
+        self.memory = self._buffer.memory
+        self._places = dict(views(self._buffer.tensor, self.metas))
+        self._held: list[tuple[str, Tensor]] | None = None
+        self._copies: tuple[list[Tensor], list[Tensor]] = [], []
+
+    @torch.no_grad()
+    def lay(self, weights: Weights) -> None:
+        """Lay weights down; all are there when this returns."""
+        held = weights.held()
+        if held is not None and held is not self._held:
+            self._held, self._copies = held, ([self._places[name] for name, _ in held], [t for _, t in held])
+        if held is None:
+            _pack(weights, None, self._places)
+        else:
+            torch._foreach_copy_(*self._copies)
+        torch.cuda.synchronize(self._buffer.tensor.device)  # engines do not wait for this process's stream
+
+
 class Shipment:
     """All weights of one version in one buffer, ready to be sent to any number of engines.
 
@@ -112,20 +141,21 @@ class Shipment:
         weights: they are copied.
         version: optimizer steps done by them.
         recompute_kv: see :class:`~lightrl.engines.messages.Push`.
-        shared: the buffer, for engines that can open it; None: bytes on the host.
+        shelf: where they are laid down for engines that can open it; None: bytes on the host.
     """
 
-    def __init__(self, weights: Weights, version: int, recompute_kv: bool, shared: SharedBuffer | None = None) -> None:
+    def __init__(self, weights: Weights, version: int, recompute_kv: bool, shelf: Shelf | None = None) -> None:
+        if shelf is not None:
+            shelf.lay(weights)
+            self.push = Push(version, shelf.metas, recompute_kv, shelf.memory)
+            return
         metas = metas_of(weights)
         held = weights.held()
         first = held[0][1].device if held else torch.device("cpu")
-        buffer = torch.empty(num_bytes(metas), dtype=torch.uint8, device=first) if shared is None else shared.tensor
+        buffer = torch.empty(num_bytes(metas), dtype=torch.uint8, device=first)
         _pack(weights, held, dict(views(buffer, metas)))
-        if shared is None:
-            self._buffer = buffer.cpu()
-        else:
-            torch.cuda.synchronize(buffer.device)  # engines do not wait for this process's stream
-        self.push = Push(version, metas, recompute_kv, None if shared is None else shared.memory)
+        self._buffer = buffer.cpu()
+        self.push = Push(version, metas, recompute_kv)
 
     def frames(self) -> Iterator[list[Any]]:
         """Yield the multipart messages of the push, in order."""

@@ -63,6 +63,11 @@ class EngineClient:
         """Have the engine built; return when it stands."""
         return await self._ask(Ready, [messages.encode(messages.Configure(spec, seed))])
 
+    def hold(self) -> None:
+        """Tell the engine that a shipment is about to come: it begins no step before, for a moment."""
+        if not self.lost.done():
+            self._send([messages.encode(messages.Hold())])
+
     async def ship(self, shipment: Shipment) -> Loaded:
         """Send weights; return when they are loaded and checked."""
         return await self._ask(Loaded, *shipment.frames())

@@ -36,6 +36,11 @@ class Member:
     shipping: asyncio.Lock = field(default_factory=asyncio.Lock)
     _times: list[float] = field(default_factory=list)
 
+    def hold(self) -> None:
+        """Have it begin no step before the push that comes now."""
+        if self.serving and self.client is not None:
+            self.client.hold()
+
     async def running(self) -> list[Output]:
         """Return what it has sampled so far of requests that have not ended; nothing if it is lost."""
         if self.serving and self.client is not None:

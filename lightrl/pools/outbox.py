@@ -6,8 +6,7 @@ from typing import Literal, get_args
 
 import torch
 
-from lightrl.engines.shared import SharedBuffer
-from lightrl.engines.staging import Shipment, metas_of, num_bytes
+from lightrl.engines.staging import Shelf, Shipment
 from lightrl.pools.pool import EnginePool
 from lightrl.weights.source import Weights
 
@@ -32,7 +31,7 @@ class Outbox:
         if self.transport == "cuda_ipc" and not on_gpu:
             raise ValueError("transport='cuda_ipc' is for trainers on a GPU: use transport='wire'")
         self._device = device
-        self._buffer: SharedBuffer | None = None
+        self._shelf: Shelf | None = None
 
     def open(self, pool: EnginePool) -> None:
         """Wait until ``pool`` stands and what lies here may be written to; :meth:`pack` comes next."""
@@ -43,9 +42,9 @@ class Outbox:
         """Return weights ready to be pushed, next."""
         if self.transport == "wire":
             return Shipment(weights, version, recompute_kv)
-        if self._buffer is None:
-            self._buffer = SharedBuffer(num_bytes(metas_of(weights)), self._device)
-        return Shipment(weights, version, recompute_kv, self._buffer)
+        if self._shelf is None:
+            self._shelf = Shelf(weights, self._device)
+        return Shipment(weights, version, recompute_kv, self._shelf)
 
 
 def check_transport(transport: str | None) -> None:

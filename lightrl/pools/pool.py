@@ -83,15 +83,14 @@ class EnginePool(LoopThread):
     def hold(self) -> None:
         """Wait until no engine reads the last shipment, and let none begin to: its memory may be written to.
 
-        The next push ends this.
+        The next push ends this. Engines that are told so have nothing under way when it comes.
         """
         self.call(self._hold(), timeout=self.push_timeout, what="an engine that reads weights")
 
     def push(self, shipment: Shipment) -> None:
-        """Give weights to every engine, one after the other; return when all that serve hold them."""
+        """Give weights to every engine at once; return when all that serve hold them."""
         # The start too: where the only engine is being started again, the push waits for it.
-        timeout = self.start_timeout + self.push_timeout * self.launcher.num_engines
-        self.call(self.ship(shipment), timeout=timeout, what="a push of weights")
+        self.call(self.ship(shipment), timeout=self.start_timeout + self.push_timeout, what="a push of weights")
 
     def close(self) -> None:
         """End engines, loop and thread; may be called twice."""
@@ -161,18 +160,19 @@ class EnginePool(LoopThread):
         for lock in [e.shipping for e in self._engines if e.shipping not in self._held]:
             await lock.acquire()
             self._held.append(lock)
+        for engine in self._engines:
+            engine.hold()
 
     async def ship(self, shipment: Shipment) -> None:
-        """Give weights to every engine that stands, one after the other, so that the others generate meanwhile."""
+        """See :meth:`push`."""
         self._latest = shipment
         self._pushes += 1  # not the version: weights may change between two optimizer steps
         number = self._pushes
         self.pauses = []
         while self._held:
             self._held.pop().release()
-        for engine in self._engines:
-            if engine.serving and engine.pushed < number:
-                await self._update(engine)
+        behind = [e for e in self._engines if e.serving and e.pushed < number]
+        await asyncio.gather(*map(self._update, behind))
         await self.until(lambda: any(e.serving and e.pushed >= number for e in self._engines))
 
     async def _start(self) -> None:

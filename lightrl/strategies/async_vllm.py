@@ -102,7 +102,7 @@ class AsyncVLLMStrategy(RolloutStrategy):
         # Each wait has its own error, which says more than that a phase, or then a collective, took too long.
         waits = {
             "setup": start_timeout * (1 + max_restarts),
-            "push": start_timeout + push_timeout * num_engines,
+            "push": start_timeout + push_timeout,
             "generate": rollout_timeout,
         }
         timeout = kwargs.pop("timeout", {})
