@@ -21,8 +21,10 @@ def check_numbers(upper: float = math.inf, **values: Any) -> None:
 
 def check_count(name: str, value: Any) -> None:
     """Raise ValueError unless ``value`` is a whole number of steps, 0 or more."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
+    if not _is_whole(value):
         raise ValueError(f"{name}={value!r} must be a whole number of optimizer steps, 0 or more")
+    if value < 0:
+        raise ValueError(f"{name}={value} must be 0 or more: it counts optimizer steps")
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
@@ -32,10 +34,18 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def check_at_least_one(**counts: int | None) -> None:
-    """Raise ValueError unless every count is 1 or more, or None where that means no limit."""
+    """Raise ValueError unless every count is a whole number, 1 or more, or None where that means no limit."""
     for name, count in counts.items():
-        if count is not None and count < 1:
+        if count is None:
+            continue
+        if not _is_whole(count):
+            raise ValueError(f"{name}={count!r} must be a whole number")
+        if count < 1:
             raise ValueError(f"{name}={count} must be at least 1")
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
 
 
 def check_betas(betas: Any) -> None:

@@ -11,6 +11,7 @@ import itertools
 import os
 import shutil
 import socket
+import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -141,6 +142,26 @@ def whole_or_nothing(path: Path, what: str, partial: Path | None = None) -> Iter
             f"{what} {path} could not be written, with {free:.2f} GiB free on its disk: {error}. "
             "What was there before is untouched"
         ) from error
+
+
+def check_checkpoint(path: str | Path) -> None:
+    """Refuse a checkpoint that cannot be read; of a remote one nothing is known.
+
+    Raises:
+        FileNotFoundError: it is not there.
+        ValueError: it is no file that torch saved, nor a folder that several ranks saved, or not all of it.
+    """
+    if "://" in str(path):
+        return
+    path = Path(path)
+    if not path.exists():
+        raise FileNotFoundError(f"the checkpoint {path} is not there")
+    parts = [path / ".metadata", path / METADATA]
+    if not (zipfile.is_zipfile(path) if path.is_file() else all(part.is_file() for part in parts)):
+        raise ValueError(
+            f"{path} is no checkpoint, or not all of one: give a file that training saved, or, of several ranks, the "
+            "folder"
+        )
 
 
 def read_shards(folder: Path) -> dict[str, Any]:

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightrl.arguments import check_at_least_one
+
 Rewards = Sequence[Sequence[float | None]]
 """For each prompt the reward of each sample, None where nobody scored it."""
 
@@ -168,6 +170,5 @@ def _wins(own: int, others: tuple[int, ...], n: int, k: int) -> float:
 
 
 def _count(k: int) -> int:
-    if k < 1:
-        raise ValueError(f"k={k} must be at least 1: it counts samples of a prompt")
+    check_at_least_one(k=k)
     return k

@@ -126,8 +126,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", help="of the weights, such as bfloat16; the policy's own by default")
     parser.add_argument("--module", default="lightrl.RLModule", help="import path of the module's class")
     args = parser.parse_args(argv)
-    module_class: Any = import_callable(args.module, "--module")
-    print(export(args.checkpoint, args.folder, dtype=args.dtype, module_class=module_class))
+    try:
+        module_class: Any = import_callable(args.module, "--module")
+        print(export(args.checkpoint, args.folder, dtype=args.dtype, module_class=module_class))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,13 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
-from lightrl.checkpoints import read_shards
+from lightrl.arguments import check_count
+from lightrl.checkpoints import check_checkpoint, read_shards
 from lightrl.lora import bind_lora, is_adapter, lora_arguments
 from lightrl.optim import OPTIMIZERS
 from lightrl.packing import MicroBatch
 from lightrl.policy import (
+    check_model_path,
     compile_layers,
     load_policy,
     load_tokenizer,
@@ -61,6 +63,8 @@ class ModelsModule(StepModule):
         super().__init__(packed, share_prefix)
         model = str(model) if isinstance(model, Path) else model
         object.__setattr__(self, "model", model)  # not a submodule: as such it would be saved beside the policy
+        if isinstance(model, str):
+            check_model_path(model)
         self.lora = lora_arguments(lora)
         self.trainable = [trainable] if isinstance(trainable, str) else trainable
         self.quantize, self.optimizer_name = quantize, optimizer
@@ -94,8 +98,7 @@ class ModelsModule(StepModule):
             import_bitsandbytes(f"optimizer={self.optimizer_name!r}")
 
     def _check_reference(self) -> None:
-        if self.ref_refresh_every < 0:
-            raise ValueError(f"ref_refresh_every={self.ref_refresh_every} must not be negative: it counts steps")
+        check_count("ref_refresh_every", self.ref_refresh_every)
         if (self.ref_refresh_every or self.reference_device) and self.kl_coef == 0:
             raise ValueError(
                 f"ref_refresh_every={self.ref_refresh_every}, reference_device={self.reference_device!r}: without "
@@ -209,6 +212,8 @@ class ModelsModule(StepModule):
     @classmethod
     def load_from_checkpoint(cls, checkpoint_path: Any, *args: Any, **kwargs: Any) -> Any:
         """Return a module with a checkpoint's hyperparameters and weights; also of one that several ranks saved."""
+        if isinstance(checkpoint_path, (str, Path)):
+            check_checkpoint(checkpoint_path)
         if isinstance(checkpoint_path, (str, Path)) and Path(checkpoint_path).is_dir():
             whole = io.BytesIO()
             torch.save(read_shards(Path(checkpoint_path)), whole)

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from lightrl.arguments import check_count
+
 
 @dataclass(frozen=True, slots=True)
 class StepSeconds:
@@ -121,16 +123,24 @@ def make_plan(step: StepSeconds, devices: int, max_staleness: int = 1) -> Plan:
     """Compare both ways on ``devices`` devices.
 
     Raises:
+        ValueError: see :func:`check_plannable`.
+    """
+    check_plannable(devices, max_staleness)
+    splits = tuple(step.asynchronous(devices, n, max_staleness) for n in range(1, devices))
+    return Plan(step, devices, max_staleness, splits)
+
+
+def check_plannable(devices: int, max_staleness: int) -> None:
+    """Refuse what no plan can be made for.
+
+    Raises:
         ValueError: there are fewer than two devices, or ``max_staleness`` is negative.
     """
     if devices < 2:
         raise ValueError(
             f"devices={devices}: an asynchronous run needs at least two, one that generates, one that trains"
         )
-    if max_staleness < 0:
-        raise ValueError(f"max_staleness={max_staleness} must be 0 or more: it counts optimizer steps")
-    splits = tuple(step.asynchronous(devices, n, max_staleness) for n in range(1, devices))
-    return Plan(step, devices, max_staleness, splits)
+    check_count("max_staleness", max_staleness)
 
 
 def with_fixed_share(

@@ -78,9 +78,17 @@ def _quiet_loading() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def check_model_path(model: str | Path) -> None:
+    """Raise ValueError where ``model`` is plainly a path, as no hub name is, and leads nowhere."""
+    with _model_errors(model):
+        pass
+
+
 @contextmanager
 def _model_errors(model: str | Path) -> Iterator[None]:
     try:
+        if str(model).startswith(("/", ".", "~")) and not Path(model).exists():
+            raise OSError("there is no such folder")
         yield
     except (OSError, ValueError) as error:
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from lightrl.arguments import check_at_least_one
+from lightrl.arguments import check_at_least_one, check_count
 
 T = TypeVar("T")
 
@@ -72,8 +72,8 @@ class RolloutQueue(Generic[T]):
 
     def __post_init__(self) -> None:
         check_at_least_one(prompts_per_step=self.prompts_per_step, steps_per_rollout=self.steps_per_rollout)
-        if self.max_staleness < 0:
-            raise ValueError(f"max_staleness={self.max_staleness} must be 0 or more: it counts optimizer steps")
+        check_count("max_staleness", self.max_staleness)
+        check_at_least_one(max_in_flight=self.max_in_flight)
         if self.max_in_flight is not None and self.max_in_flight < self.prompts_per_step:
             raise ValueError(
                 f"max_in_flight={self.max_in_flight} is less than the prompts_per_step={self.prompts_per_step} groups "

@@ -44,6 +44,22 @@ def test_a_folder_takes_the_place_of_what_was_there(there: str, tmp_path: Path) 
     assert [p.name for p in tmp_path.rglob("*")] == ["last.ckpt", "part"]
 
 
+def test_what_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    whole, cut, folder = tmp_path / "whole.ckpt", tmp_path / "cut.ckpt", tmp_path / "folder"
+    CheckpointWriter().save(state(), whole)
+    cut.write_bytes(whole.read_bytes()[:-100])
+    (tmp_path / "empty.ckpt").touch()
+    folder.mkdir()
+    (folder / ".metadata").touch()  # and no part of the rest
+    for name in ("cut.ckpt", "empty.ckpt", "folder"):
+        with pytest.raises(ValueError, match=f"{name} is no checkpoint, or not all of one"):
+            checkpoints.check_checkpoint(tmp_path / name)
+    with pytest.raises(FileNotFoundError, match=r"gone.ckpt is not there"):
+        checkpoints.check_checkpoint(tmp_path / "gone.ckpt")
+    checkpoints.check_checkpoint(whole)
+    checkpoints.check_checkpoint("s3://somewhere/last.ckpt")
+
+
 def test_a_full_disk_keeps_the_last_good_checkpoint(tmp_path: Path) -> None:
     writer, path = CheckpointWriter(), tmp_path / "last.ckpt"
     writer.save(state(1.0), path)

@@ -110,6 +110,7 @@ def test_prompts_that_do_not_divide_over_ranks(folder: Path, monkeypatch: pytest
         ({"val_temperature": -1.0}, "val_temperature=-1.0"),
         ({"group_size": 0}, "group_size=0"),
         ({"prompts_per_step": 0}, "prompts_per_step=0"),
+        ({"max_completion_tokens": 4.5}, "max_completion_tokens=4.5 must be a whole number"),
         ({"max_completion_tokens": 0}, "max_completion_tokens=0"),
         ({"val_batch_size": 0}, "val_batch_size=0"),
         ({"epochs_per_rollout": 0}, "epochs_per_rollout=0"),

@@ -76,6 +76,21 @@ def test_a_checkpoint_is_exported_from_the_command_line(tmp_path: Path, capsys: 
     assert torch.equal(loaded.model.embed_tokens.weight, weight.full_tensor().to(torch.bfloat16))
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("gone.ckpt", "gone.ckpt is not there"), ("notes.md", "notes.md is no checkpoint, or not all of one")],
+)
+def test_what_is_no_checkpoint_is_one_error(
+    name: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes.md").write_text("not a checkpoint")
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path / name), str(tmp_path / "out")])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "out").exists()
+
+
 def test_large_models_are_cut_into_files_with_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exporting, "_SHARD_BYTES", 100_000)
     module = RLModule(save_tiny(tmp_path / "model"))

@@ -42,6 +42,13 @@ def test_choices_out_of_range_are_named(wrong: dict[str, Any], message: str) -> 
         RLModule("no/such/model", **wrong)
 
 
+def test_a_path_that_leads_nowhere_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    for path in (tmp_path / "nothing_here", "./nothing_here", "~/nothing_here"):
+        with pytest.raises(ValueError, match=r"cannot load '.*nothing_here': there is no such folder"):
+            RLModule(path)
+    RLModule("perhaps/on-the-hub")
+
+
 # -- partial training -------------------------------------------------------------------------------------------------
 
 

@@ -50,6 +50,7 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"clip_ratio_high": float("nan")},
         {"warmup_steps": 1.5},
         {"warmup_steps": True},
+        {"ref_refresh_every": 0.5},
         {"correction": 3},
         {"correction": TruncatedToken},
         {"aggregation": None},

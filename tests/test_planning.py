@@ -149,5 +149,9 @@ def test_plan_from_measured_steps(tmp_path: Path, monkeypatch: Any, capsys: Any)
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(changed))
     assert "prompts_per_step=1 cannot be halved" in refused(capsys, "plan", "-c", "config.yaml")
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    for few in ([], ["--planned_devices", "1"], ["--planned_devices", "0"]):
+        said = refused(capsys, "plan", "-c", "config.yaml", *few)
+        assert "an asynchronous run needs at least two" in said
+        assert "--planned_devices N" in said
     options = ["plan", "-c", "config.yaml", "--trainer.strategy", "async_vllm"]
     assert "AsyncVLLMStrategy samples ahead" in refused(capsys, *options)

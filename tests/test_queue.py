@@ -280,6 +280,9 @@ def test_a_cap_on_groups_in_flight_counts_those_that_are_not_ready() -> None:
     ("args", "said"),
     [
         ({"prompts_per_step": 0}, "prompts_per_step=0 must be at least 1"),
+        ({"prompts_per_step": "8"}, "prompts_per_step='8' must be a whole number"),
+        ({"prompts_per_step": True}, "prompts_per_step=True must be a whole number"),
+        ({"max_in_flight": 8.5}, "max_in_flight=8.5 must be a whole number"),
         ({"steps_per_rollout": 0}, "steps_per_rollout=0 must be at least 1"),
         ({"max_in_flight": 3}, "max_in_flight=3 is less than the prompts_per_step=4"),
         ({"oversample": 0.5}, "oversample=0.5 must be 1 or more"),

@@ -13,7 +13,7 @@ Reinforcement-learning post-training of language models, on PyTorch Lightning an
 
   lightrl fit -c config.yaml             train
   lightrl validate -c config.yaml        evaluate on the validation prompts
-  lightrl predict -c config.yaml         sample and score them, and keep nothing
+  lightrl predict -c config.yaml         sample and score them, print the mean, and keep nothing
   lightrl sample -c config.yaml          sample and score them, and write them to --out rollouts.jsonl
   lightrl report RUN                     make one HTML page of a run's folder
   lightrl plan -c config.yaml            take turns or go asynchronous, and with which split of devices

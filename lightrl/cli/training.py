@@ -12,12 +12,14 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from typing_extensions import override
 
 from lightrl.callbacks.rollout_logger import row, write_rows
+from lightrl.checkpoints import check_checkpoint
 from lightrl.cli.keys import unknown_keys
 from lightrl.cli.measure import check_measurable, measured_step
 from lightrl.datamodule import RolloutDataModule
 from lightrl.distributed import all_objects
 from lightrl.module import RLModule
-from lightrl.planning import make_plan
+from lightrl.planning import check_plannable, make_plan
+from lightrl.types import Rollout
 
 
 class SamplingTrainer(Trainer):
@@ -49,10 +51,12 @@ class SamplingTrainer(Trainer):
         batches: Any = self.predict(model, datamodule=datamodule, ckpt_path=ckpt_path, weights_only=weights_only)
         tokenizer = datamodule.tokenizer  # type: ignore[attr-defined]
         rows = [row(rollout, tokenizer) for batch in batches or [] for rollout in batch]
+        # Of rollouts that nobody trains on, all by one policy, these say nothing.
+        rows = [{k: v for k, v in r.items() if k not in ("advantage", "policy_version")} for r in rows]
         rows = [r for theirs in all_objects(rows) for r in theirs]
         if self.is_global_zero:
             write_rows(path, rows)
-            print(f"{len(rows)} completions: {path}")
+            print(f"{summary([r['reward'] for r in rows])}: {path}")
 
     def plan(
         self,
@@ -78,7 +82,19 @@ class SamplingTrainer(Trainer):
         loading = {"ckpt_path": ckpt_path, "weights_only": weights_only}
         step = measured_step(self, model, datamodule, batches, **loading)  # type: ignore[arg-type]
         if self.is_global_zero:
-            print(make_plan(step, planned_devices or self.num_devices * self.num_nodes, max_staleness).table())
+            print(make_plan(step, self.planned(planned_devices), max_staleness).table())
+
+    def planned(self, devices: int | None) -> int:
+        """Return how many devices a plan is for."""
+        return self.num_devices * self.num_nodes if devices is None else devices
+
+
+def summary(rewards: list[float | None]) -> str:
+    """Return how many completions there are, and their mean reward without those that nobody scored."""
+    scored = [r for r in rewards if r is not None]
+    mean = f"mean reward {sum(scored) / len(scored):.4g}" if scored else "none scored"
+    unscored = f" ({len(scored)} scored)" if 0 < len(scored) < len(rewards) else ""
+    return f"{len(rewards)} completions, {mean}{unscored}"
 
 
 def new_file(out: str) -> Path:
@@ -99,12 +115,13 @@ def checkpoint_path(path: str | None) -> None:
     """Refuse a checkpoint that is not there; Lightning looks for it after everything is loaded.
 
     Raises:
-        ValueError: ``path`` is neither there, nor an address, nor a word of Lightning's such as ``last``.
+        ValueError: ``path`` is no checkpoint that is there, nor an address, nor a word of Lightning's such as ``last``.
     """
     if path is None or path in ("last", "hpc") or path.partition(":")[0] == "registry" or "://" in path:
         return
     if not path or not Path(path).exists():  # "best" is for a Trainer that has trained
         raise ValueError(f"ckpt_path={path!r} is not there: give a checkpoint's file or folder, or 'last'")
+    check_checkpoint(path)
 
 
 class KeepConfig(SaveConfigCallback):
@@ -182,12 +199,24 @@ class CommandLine(LightningCLI):
         except ValueError as error:
             self._refuse(str(error))
 
+    def after_predict(self) -> None:
+        """Say what came of it."""
+        batches: Any = self.trainer.predict_loop.predictions
+        rollouts: list[Rollout] = [rollout for batch in batches or [] for rollout in batch]
+        rewards = [reward for theirs in all_objects([r.reward for r in rollouts]) for reward in theirs]
+        if self.trainer.is_global_zero:
+            print(summary(rewards))
+
     def before_plan(self) -> None:
         """Refuse a run that cannot be measured."""
+        asked, trainer = self.config_init["plan"], self.trainer
+        assert isinstance(trainer, SamplingTrainer)
         try:
-            check_measurable(self.trainer, self.datamodule, self.config_init["plan"]["batches"])
+            check_measurable(trainer, self.datamodule, asked["batches"])
+            check_plannable(trainer.planned(asked["planned_devices"]), asked["max_staleness"])
         except ValueError as error:
-            self._refuse(str(error))
+            more = "; --planned_devices N plans for more than are here" if str(error).startswith("devices=") else ""
+            self._refuse(f"{error}{more}")
 
     def _refuse(self, message: str) -> NoReturn:
         print(f"lightrl {self.name}: error: {message}", file=sys.stderr)

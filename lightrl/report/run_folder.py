@@ -26,7 +26,7 @@ class Run:
 
 
 def read_run(folder: str | Path) -> Run:
-    """Read the folder of a run, or the newest ``version_N`` below it that has scalars: sampling leaves none in its own.
+    """Read the folder of a run, or the newest ``version_N`` below it that trained, else the newest that has scalars.
 
     Raises:
         ValueError: the folder is missing, or no logger wrote scalars there.
@@ -38,9 +38,14 @@ def read_run(folder: str | Path) -> Run:
         )
     if not _has_scalars(folder):
         versions = [p for p in folder.rglob("version_*") if _has_scalars(p)]
+        validated: tuple[Path, Scalars] | None = None
         for version in sorted(versions, key=lambda p: p.stat().st_mtime, reverse=True):
-            if scalars := _scalars(version):
+            scalars = _scalars(version)
+            if any(name.startswith("train/") for name in scalars):
                 return Run(version, scalars, read_rollouts(version))
+            validated = validated or ((version, scalars) if scalars else None)
+        if validated is not None:
+            return Run(*validated, read_rollouts(validated[0]))
     return Run(folder, read_scalars(folder), read_rollouts(folder))
 
 

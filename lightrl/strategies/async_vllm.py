@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightrl.arguments import check_at_least_one
+from lightrl.arguments import check_at_least_one, check_count
 from lightrl.distributed import all_objects, from_rank_zero, rank
 from lightrl.engines.base import WeightSyncError
 from lightrl.engines.messages import EngineSpec
@@ -109,8 +109,7 @@ class AsyncVLLMStrategy(RolloutStrategy):
         if isinstance(timeout, Mapping):
             timeout = {name: seconds + _MARGIN_SECONDS for name, seconds in waits.items()} | dict(timeout)
         super().__init__(sync_every=sync_every, timeout=timeout, **kwargs)
-        if max_staleness < 0:
-            raise ValueError(f"max_staleness={max_staleness} must be 0 or more: it counts optimizer steps")
+        check_count("max_staleness", max_staleness)
         if sync_every > max_staleness + 1:
             raise ValueError(
                 f"sync_every={sync_every} leaves weights {sync_every - 1} steps old, more than "

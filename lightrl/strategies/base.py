@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch import nn
 from typing_extensions import override
 
+from lightrl.arguments import check_at_least_one
 from lightrl.distributed import all_objects
 from lightrl.engines.session import RoundSession, Session
 from lightrl.fsdp import PRECISIONS, check_learning_rate, engine_dtype, fits_whole, forget_step, shard_model
@@ -54,10 +55,7 @@ class RolloutStrategy(WatchedStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        if sync_every < 1:
-            raise ValueError(
-                f"sync_every={sync_every} must be at least 1: it counts optimizer steps between two pushes"
-            )
+        check_at_least_one(sync_every=sync_every)
         self.sync_every = sync_every
         self.defer_grad_sync = defer_grad_sync
         self.reshard_after_forward = reshard_after_forward

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from typing_extensions import override
 
+from lightrl.arguments import check_at_least_one
 from lightrl.distributed import all_objects
 from lightrl.engines.base import Engine
 from lightrl.engines.hf import HFEngine
@@ -58,8 +59,7 @@ class ColocatedVLLMStrategy(RolloutStrategy):
             raise ValueError(
                 f"sync_every={sync_every} needs an engine that keeps older weights: leave sleep out, or sync_every=1"
             )
-        if tensor_parallel_size < 1:
-            raise ValueError(f"tensor_parallel_size={tensor_parallel_size} must be at least 1: it counts ranks")
+        check_at_least_one(tensor_parallel_size=tensor_parallel_size)
         self.rollout_tp_size = tensor_parallel_size
         self.max_model_len = max_model_len
         self.engine_args = engine_args

@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from typing_extensions import override
 
-from lightrl.checkpoints import CheckpointWriter
+from lightrl.checkpoints import CheckpointWriter, check_checkpoint
 from lightrl.distributed import all_objects, rank, world_size
 from lightrl.progress import keep_due_validation
 from lightrl.rng import random_state, set_random_state
@@ -63,6 +63,8 @@ class SavingStrategy(ModelParallelStrategy):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         if self._writer is not None:
             self._writer.wait()  # it may be the one to load
+        if self._is_ours(checkpoint_path):
+            check_checkpoint(checkpoint_path)
         base_left_out = getattr(self.lightning_module, "base_left_out", lambda *_: nullcontext())
         try:
             with base_left_out(checkpoint_path, weights_only):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import yaml
 
 from lightrl.cli.main import main
-from lightrl.cli.training import CommandLine
+from lightrl.cli.training import CommandLine, summary
 from lightrl.corrections import TruncatedToken
 from tests.conftest import distributed_environment
 from tests.helpers.tiny import save_tiny, tiny_prompts
@@ -104,7 +105,7 @@ def test_a_checkpoint_is_read_alike_as_a_file_and_as_a_folder(project: Path, cap
     for name, path in {"file": checkpoint, "folder": shards, "none": None}.items():
         loaded = [] if path is None else ["--ckpt_path", str(path)]
         assert main(["sample", "-c", "config.yaml", *loaded, "--out", f"{name}.jsonl"]) == 0
-    assert "8 completions: folder.jsonl" in capsys.readouterr().out
+    assert re.search(r"8 completions, mean reward [0-9.]+: folder.jsonl", capsys.readouterr().out)
     found = {name: sampled(project / f"{name}.jsonl") for name in ("file", "folder", "none")}
     assert sorted(prompt for prompt, _ in found["file"]) == sorted(p["prompt"] for p in tiny_prompts(8))
     assert found["file"] == found["folder"] != found["none"]
@@ -135,13 +136,22 @@ def in_a_shell(*arguments: str, folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_predict_and_sample_to_parquet(project: Path) -> None:
+def test_predict_and_sample_to_parquet(project: Path, capsys: Any) -> None:
     write_config(project, trainer__logger=False, trainer__callbacks=[], trainer__enable_checkpointing=False)
     assert main(["predict", "-c", "config.yaml"]) == 0
+    assert re.search(r"^8 completions, mean reward [0-9.]+$", capsys.readouterr().out, re.MULTILINE)
     assert main(["sample", "-c", "config.yaml", "--data.val_group_size", "2", "--out", "deep/rollouts.parquet"]) == 0
     table = pq.read_table(project / "deep/rollouts.parquet")
     assert table.num_rows == 16
     assert {"prompt", "completion", "reward", "tokens"} <= set(table.column_names)
+    assert not {"advantage", "policy_version"} & set(table.column_names), "of what is trained on alone"
+
+
+def test_a_summary_counts_what_was_scored() -> None:
+    assert summary([1.0, 0.0, None]) == "3 completions, mean reward 0.5 (2 scored)"
+    assert summary([1.0, 0.0]) == "2 completions, mean reward 0.5"
+    assert summary([None]) == "1 completions, none scored"
+    assert summary([]) == "0 completions, none scored"
 
 
 @pytest.mark.slow
@@ -239,6 +249,9 @@ def test_a_class_of_its_own_is_looked_into(project: Path, capsys: Any) -> None:
         ("--ckpt_path=gone.ckpt", "ckpt_path='gone.ckpt' is not there"),
         ("--ckpt_path=", "ckpt_path='' is not there"),
         ("--ckpt_path=best", "ckpt_path='best' is not there"),
+        ("--ckpt_path=config.yaml", "config.yaml is no checkpoint, or not all of one"),
+        ("--model.init_args.model=./no/model", "cannot load './no/model': there is no such folder"),
+        ("--data.group_size=2.5", "group_size"),
         ("--model.lr=-3", "lr=-3.0 must be a finite number, 0 or more"),
         ("--trainer.max_steps=x", "trainer.max_steps"),
         ("--data.reward=nowhere", "reward 'nowhere' is no import path"),

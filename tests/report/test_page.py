@@ -100,8 +100,10 @@ def test_a_fit_leaves_a_page_of_its_files(tmp_path: Path) -> None:
         assert read_run(Path(logger.log_dir)).scalars["reward/mean"][0] == [0, 1, 2, 3]
         page.unlink()
         SummaryWriter(str(page.parents[1] / "version_7")).close()  # as sampling leaves it
+        with SummaryWriter(str(page.parents[1] / "version_8")) as writer:  # as validating leaves it
+            writer.add_scalar("val/reward", 1.0, 4)
         assert main(["report", str(tmp_path / ("tb" if "tb" in str(page) else "csv"))]) == 0
-        assert page.is_file(), "of the newest run below"
+        assert page.is_file(), "of the newest run below that trained"
 
 
 def test_a_run_that_fails_leaves_a_page_of_what_was_until_then(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import lightrl
 from lightrl import RLModule
 from lightrl.strategies import ColocatedHFStrategy, ColocatedVLLMStrategy
 from tests.helpers.fits import quiet_trainer, tiny_data
-from tests.helpers.tiny import tiny_model
+from tests.helpers.tiny import tiny_model, tiny_prompts
 
 ALLOWED = "32-true, bf16-true, bf16-mixed"
 
@@ -73,11 +73,22 @@ def test_other_learning_rates_are_taken(precision: str, lr: float) -> None:
         ({"sync_every": -1, "sleep": False}, "sync_every=-1 must be at least 1"),
         ({"sync_every": 2, "sleep": True}, "sync_every=2 .*leave sleep out"),
         ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be at least 1"),
+        ({"tensor_parallel_size": 1.5}, "tensor_parallel_size=1.5 must be a whole number"),
+        ({"sync_every": "2"}, "sync_every='2' must be a whole number"),
     ],
 )
 def test_bad_arguments_are_refused(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ColocatedVLLMStrategy(**args)
+
+
+@pytest.mark.parametrize("verb", ["fit", "validate", "predict"])
+def test_what_is_no_checkpoint_is_refused(verb: str, tmp_path: Path) -> None:
+    path = tmp_path / "notes.md"
+    path.write_text("not a checkpoint")
+    data = tiny_data(val_prompts=tiny_prompts(2))
+    with pytest.raises(ValueError, match=r"notes.md is no checkpoint, or not all of one"):
+        getattr(quiet_trainer("colocated_hf"), verb)(RLModule(tiny_model()), data, ckpt_path=path)
 
 
 @pytest.mark.parametrize(("devices", "size"), [(1, 2), (2, 4), (4, 3)])
