@@ -87,7 +87,9 @@ def test_a_worker_that_never_pushes_is_told(folder: Path, address: str) -> None:
     worker = TrainWorker(folder, address, prompts_per_step=2, max_staleness=1)
     pulls = worker.pull_rollouts()
     batches = [b for _ in range(2) for b in next(pulls)]
-    assert all(r.reward is None and r.text for b in batches for r in b)
+    rollouts = [r for b in batches for r in b]
+    assert all(r.reward is None for r in rollouts)
+    assert any(r.text for r in rollouts), "one may end with its first token"
     with pytest.raises(ValueError, match="none of 3 rollouts has a reward"):
         batches[0].compute_advantages()
     with pytest.raises(RuntimeError, match=r"max_staleness=1: call sync_weights\(\) when a batch is trained on"):

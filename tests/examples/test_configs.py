@@ -62,4 +62,6 @@ def test_one_runs_as_it_is_with_vllm(project: Path, capsys: Any) -> None:
     (checkpoint,) = run.rglob("last.ckpt")
     options = ["-c", str(FOLDER / "tiny/config.yaml"), "--ckpt_path", str(checkpoint)]
     assert main(["sample", *options, "--data.val_batch_size", "8", "--trainer.limit_predict_batches", "1"]) == 0
-    assert "8 completions: rollouts.jsonl" in capsys.readouterr().out
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith("8 completions, mean reward ")
+    assert said.endswith(": rollouts.jsonl")
